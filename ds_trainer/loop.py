@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from ds_trainer.deploy.export import export_trained
-from ds_trainer.engine import engine, memory
+from ds_trainer.engine import engine
 from ds_trainer.engine.checkpoint import Checkpoint, load
 from ds_trainer.engine.engine import Engine
-from ds_trainer.engine.histograms import Histograms
+from ds_trainer.engine.engine_file import MICRO
+from ds_trainer.engine.memory import EVAL_FIELD, TRAIN_FIELD, explaining_memory, held
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.engine.rank_memory import ModelSizes
 from ds_trainer.files.redaction import redacted
@@ -26,7 +27,6 @@ from ds_trainer.objective import Objective
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
-from ds_trainer.ranks.joining import out_of_memory_named
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import RunLog
 from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
@@ -44,7 +44,7 @@ def train(plan: PhasePlan, log: RunLog, stop: StopRequests) -> dict[str, Any]:
     """
     training = start_training(plan, log, stop)
     try:
-        with training.explaining_memory(" in training", plan.memory_cure):
+        with training.explaining_memory(" in training", TRAIN_FIELD):
             training.evaluate_if_due()  # a stop may have cut the evaluation of the resumed step short
             while not training.is_over:
                 training.take_step()
@@ -65,7 +65,7 @@ def start_training(plan: PhasePlan, log: RunLog, stop: StopRequests) -> Training
 
     The order matters. The engine takes the model with the techniques attached. The checkpoint is loaded before the
     techniques start, so that they find what an earlier session has measured and do not measure it again. `StepWatch`
-    and `Histograms` come after it, since loading may replace the engine's loss scaler and tensors.
+    comes after it, since loading may replace the engine's loss scaler.
     """
     model, groups, objective = plan.prepare()
     resumed, progress = plan.resumed, Progress()
@@ -73,8 +73,8 @@ def start_training(plan: PhasePlan, log: RunLog, stop: StopRequests) -> Training
         evaluation = Evaluation(dict(resumed.scores))  # the answers are not saved
         progress = Progress(resumed.step, resumed.step, resumed.evaluated, evaluation, resumed.curve)
     # the values are counted before the engine starts, since ZeRO-3 empties the parameters
-    explaining_memory = partial(_explaining_memory, plan, progress, ModelSizes.of(model, groups))
-    with explaining_memory(" as training started", plan.memory_cure):
+    sizes = ModelSizes.of(model, groups)
+    with _explaining_memory(plan, progress, sizes, " as training started", TRAIN_FIELD):
         ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
         if resumed:
             _resume(plan.phase.name, resumed, ds_engine, objective)
@@ -90,10 +90,9 @@ def start_training(plan: PhasePlan, log: RunLog, stop: StopRequests) -> Training
         engine=ds_engine,
         batches=BatchPlan(plan.task.examples("train").lengths, order, plan.length.seed),
         watch=StepWatch(ds_engine, plan.phase.name, plan.phase.max_skipped_steps),
-        histograms=Histograms(ds_engine, plan.is_to_log) if plan.phase.histograms else None,
         identity=plan.identity(groups),
         progress=progress,
-        explaining_memory=explaining_memory,
+        explaining_memory=partial(_explaining_memory, plan, progress, sizes),
     )
 
 
@@ -159,7 +158,6 @@ class Training:
     engine: Engine
     batches: BatchPlan
     watch: StepWatch
-    histograms: Histograms | None
     identity: Mapping[str, Any]
     """What a run that goes on from this one's checkpoints must have in common with it."""
     progress: Progress
@@ -187,8 +185,6 @@ class Training:
         if self.plan.is_to_log(self.progress.step):
             self.check_finite()
             flush(self.log, self.objective, self.engine)
-            if self.histograms:
-                self.log.write_histograms(self.progress.step, self.histograms.take())
         elif self.progress.step % SETTLE_EVERY == 0:
             self.check_finite()
 
@@ -252,12 +248,11 @@ class Training:
         phase, techniques = self.plan.phase, self.objective.techniques
         at_end = self.is_over or phase.load_best_model_at_end
         batch_size = phase.per_device_eval_batch_size
-        cure = memory.evaluation_cure("per_device_eval_batch_size", batch_size, self.plan.engine_config)
         for technique in techniques:
             technique.on_step(step)
         self.engine.eval()
         views = [technique.views for technique in techniques if at_end or technique.cheap_views]
-        with self.log.paused(), self.explaining_memory(" in an evaluation", cure):
+        with self.log.paused(), self.explaining_memory(" in an evaluation", EVAL_FIELD):
             decide(predict, self.plan.task, batch_size)
             evaluation = evaluate(predict, self.plan.task, batch_size, views)
         self.engine.train()
@@ -343,12 +338,15 @@ def _load(checkpoint: Checkpoint, ds_engine: Engine, objective: Objective) -> No
 
 
 def _explaining_memory(
-    plan: PhasePlan, progress: Progress, sizes: ModelSizes, where: str, cure: str
+    plan: PhasePlan, progress: Progress, sizes: ModelSizes, where: str, field: str
 ) -> AbstractContextManager[None]:
     """Let an error for lack of memory inside say how far the phase had come, what the rank held, and what to change."""
+    phase, config = plan.phase, plan.engine_config
 
-    def explanation() -> str:
-        held = memory.held(sizes, plan.engine_config)
-        return f"That was after step {progress.step} of phase {plan.phase.name}. {held} {cure}"
+    def situation() -> str:
+        return f"That was after step {progress.step} of phase {phase.name}. {held(sizes, config)}"
 
-    return out_of_memory_named(where, explanation)
+    if field == EVAL_FIELD:
+        return explaining_memory(where, field, phase.per_device_eval_batch_size, config, situation)
+    more = [] if phase.gradient_checkpointing else ["set gradient_checkpointing in the phase"]
+    return explaining_memory(where, field, config[MICRO], config, situation, more)

@@ -12,9 +12,8 @@ from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.recipe import Phase, Techniques, task_of
 from ds_trainer.config.schedules import interval, lr_multiplier, steps_of
 from ds_trainer.engine.checkpoint import PARAMETER_GROUPS, TRAINING_DATA, Best, Checkpoint, Checkpoints, check_fits
-from ds_trainer.engine.engine_file import resolve_engine_file, scheduler_mistakes, settled_numbers, settled_schedule
+from ds_trainer.engine.engine_file import resolve_engine_file, settled_numbers, settled_schedule
 from ds_trainer.engine.keys import precision_of
-from ds_trainer.engine.memory import training_cure
 from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
 from ds_trainer.files.redaction import redacted
 from ds_trainer.models.layers import set_dropout
@@ -22,7 +21,6 @@ from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.models.shrink import check_known
 from ds_trainer.objective import Objective
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import raise_mistakes
 from ds_trainer.starting_models import StartingModels
 from ds_trainer.tasks.data import steps_for
 from ds_trainer.tasks.registry import build_task
@@ -85,14 +83,12 @@ class PhasePlan(PhaseModel):
     def prepare(self) -> PreparedPhase:
         """Build all of the phase that needs no engine; the parameters that the rules freeze are frozen.
 
-        Raises UserError for what does not go together, such as a scheduler of the engine file that would set one rate
-        on groups of different ones.
+        Raises UserError for what does not go together.
         """
         model, techniques = self.build()
         rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
         rules.sort(key=lambda rule: rule.params == "*")  # one technique's "all the rest" must not win over another's
         groups = parameter_groups(model, self.phase.groups, rules, self.base)
-        raise_mistakes(scheduler_mistakes(dict(self.engine_config), [group.learning_rate for group in groups]))
         return PreparedPhase(model, groups, Objective(self.task, techniques, self.phase.loss))
 
     def identity(self, groups: Sequence[Group]) -> dict[str, Any]:
@@ -116,11 +112,6 @@ class PhasePlan(PhaseModel):
         metric = self.phase.metric_for_best_model
         best = Best(metric, self.phase.prefers_more(metric, self.task.spec)) if metric else None
         return Checkpoints(self.folder, self.phase.save_total_limit, best)
-
-    @property
-    def memory_cure(self) -> str:
-        """What to change where a step of the phase does not fit into memory."""
-        return training_cure(self.engine_config, self.phase.gradient_checkpointing)
 
     @property
     def lr_factor(self) -> Callable[[int], float]:

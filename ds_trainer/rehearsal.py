@@ -20,12 +20,11 @@ from torch import nn
 
 from ds_trainer.config.jobs import TrainJob
 from ds_trainer.config.task_specs import greater_is_better
+from ds_trainer.engine.deepspeed_check import check_with_deepspeed
 from ds_trainer.engine.engine_file import MICRO, STEPS
 from ds_trainer.engine.keys import flag_at, precision_of, value_at
 from ds_trainer.engine.live_memory import LiveMemory
 from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
-from ds_trainer.engine.rank_traffic import describe_traffic
-from ds_trainer.engine.rehearsal import rehearse
 from ds_trainer.models.recomputing import can_recompute, set_recomputing
 from ds_trainer.phase import PhasePlan, PreparedPhase, plan_phase
 from ds_trainer.ranks import distributed, machine
@@ -50,18 +49,15 @@ def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
 
     A phase that starts from the model of an earlier one is built from the model that the earlier phase starts from.
     Students and new models are made in a temporary folder, and cuts in about their shape. DeepSpeed checks the engine
-    file once for each precision: all else that differs between the phases are numbers that this library has set.
+    file once for each precision and list of rates: all else that differs between the phases this library has set.
     """
     aside = Path(distributed.on_main(tempfile.mkdtemp))
     try:
-        models, descriptions, checked = RehearsedModels(job.recipe, aside), [], set()
+        models, descriptions = RehearsedModels(job.recipe, aside), []
+        checked: set[tuple[str, tuple[float, ...]]] = set()
         for phase in progress(job.recipe.phases, "checking the phases", "phase"):
             plan = plan_phase(job, phase, models)
-            precision = precision_of(plan.engine_config)
-            if phase.trains and precision not in checked:
-                rehearse(plan.engine_config, plan.base)
-                checked.add(precision)
-            descriptions.append(_rehearsed(job, plan, models))
+            descriptions.append(_rehearsed(job, plan, models, checked))
             models.add(phase.name, plan.source)
         distributed.barrier()  # all ranks of a host share its folder
         return descriptions
@@ -70,7 +66,9 @@ def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _rehearsed(job: TrainJob, plan: PhasePlan, models: RehearsedModels) -> dict[str, Any]:
+def _rehearsed(
+    job: TrainJob, plan: PhasePlan, models: RehearsedModels, checked: set[tuple[str, tuple[float, ...]]]
+) -> dict[str, Any]:
     phase, task = plan.phase, plan.task
     for split in task.splits:  # a mistake in one would otherwise show after the training
         task.examples(split)
@@ -81,6 +79,10 @@ def _rehearsed(job: TrainJob, plan: PhasePlan, models: RehearsedModels) -> dict[
     distributed.give_back_freed_memory()
     process = distributed.resident_memory()
     prepared = plan.prepare()
+    rates = tuple(group.learning_rate for group in prepared.groups)
+    if phase.trains and (precision_of(plan.engine_config), rates) not in checked:
+        check_with_deepspeed(plan.engine_config, plan.base, rates)
+        checked.add((precision_of(plan.engine_config), rates))
     optimizer = str(value_at(plan.engine_config, "optimizer.type") or "")
     warnings = [one.check(optimizer, plan.travel) for one in prepared.objective.techniques]
     for warning in filter(None, [_metric_warning(plan), *warnings]):
@@ -104,7 +106,6 @@ def _rehearsed(job: TrainJob, plan: PhasePlan, models: RehearsedModels) -> dict[
             description["time"] = measure_time(plan, prepared)
             memory = measure_memory(plan, prepared, sizes, process)
         description["memory_per_rank"] = memory.describe(plan.engine_config, phase.gradient_checkpointing)
-        description["traffic_per_step"] = describe_traffic(memory, plan.engine_config)
     return description
 
 

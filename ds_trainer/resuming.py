@@ -40,7 +40,7 @@ _LENGTHS = {"max_steps": 0, "num_train_epochs": 0, _PATIENCE: math.inf}
 """The fields that may grow, and what null stands for."""
 _RECORDS_AND_PACE = {
     *("name", "task", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
-    *("per_device_eval_batch_size", "max_skipped_steps", "logging_steps", "histograms"),
+    *("per_device_eval_batch_size", "max_skipped_steps", "logging_steps"),
     *("eval_steps", "save_steps", "save_total_limit"),
 }
 """The fields of a phase on which its model does not depend. (The task is compared as `task_of` gives it.)"""

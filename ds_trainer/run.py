@@ -16,8 +16,8 @@ from ds_trainer.config.saved_checkpoint import RECIPE
 from ds_trainer.deploy.benchmark import measure_costs
 from ds_trainer.deploy.card import write_cards
 from ds_trainer.deploy.export import export_state_dict
-from ds_trainer.engine import memory
 from ds_trainer.engine.checkpoint import Checkpoint, Checkpoints
+from ds_trainer.engine.memory import EVAL_FIELD, explaining_memory
 from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
@@ -26,7 +26,7 @@ from ds_trainer.loop import train
 from ds_trainer.models.pretrained import dtype_of
 from ds_trainer.phase import PhasePlan, folder_of, plan_phase
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.joining import joined, out_of_memory_named
+from ds_trainer.ranks.joining import joined
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.rehearsal import rehearse_phases
 from ds_trainer.report.dry_run import dry_run_table
@@ -65,7 +65,7 @@ def run(job: TrainJob) -> dict[str, Any]:
         if lengthened:
             distributed.info(f"{lengthened.name}: the finished phase is trained further")
             del results[lengthened.name]
-        models = StartingModels(job.recipe, job.output / MADE, stop)
+        models = StartingModels(job.recipe, job.output / MADE)
         for phase in job.recipe.phases:
             stop.check()
             if phase.name not in results:
@@ -193,8 +193,8 @@ def _keep_as_it_is(plan: PhasePlan, log: RunLog) -> dict[str, Any]:
 
 def _evaluating(what: str, plan: PhasePlan) -> AbstractContextManager[None]:
     """Name the place and the cure where memory does not suffice for an evaluation."""
-    cure = partial(memory.evaluation_cure, "per_device_eval_batch_size", plan.phase.per_device_eval_batch_size)
-    return out_of_memory_named(f" in the evaluation of {what}phase {plan.phase.name}", cure)
+    where, batch_size = f" in the evaluation of {what}phase {plan.phase.name}", plan.phase.per_device_eval_batch_size
+    return explaining_memory(where, EVAL_FIELD, batch_size)
 
 
 def _add_costs(job: TrainJob, results: dict[str, Any]) -> None:

@@ -9,14 +9,14 @@ from ds_trainer.checkpoint_model import model_of
 from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.config.jobs import CalibrateJob, EvaluateJob
 from ds_trainer.config.recipe import saved_exits
-from ds_trainer.engine import memory
+from ds_trainer.engine.memory import explaining_memory
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError
 from ds_trainer.files.run_folder import RunFolder, kept_from_runs
 from ds_trainer.files.tables import aligned
 from ds_trainer.files.writing import write_artifacts, write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json
+from ds_trainer.ranks.joining import joined, print_json
 from ds_trainer.report.run_files import encoder_weights, is_detail
 from ds_trainer.tasks.evaluation import score_folder
 from ds_trainer.tasks.registry import build_task
@@ -86,7 +86,7 @@ def calibrate_exits(job: CalibrateJob) -> None:
     with joined():
         task = build_task(job.task, job.model, job.cache_dir)
         task.check_trained(job.model)
-        with out_of_memory_named(" in the calibration", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+        with explaining_memory(" in the calibration", "--batch_size", job.batch_size):
             print_json(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
 
 
@@ -95,7 +95,7 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
     task = build_task(job.task, job.model, job.cache_dir)
     saved = saved_exits(job.model)
     policy = job.exit_policy(saved)
-    with out_of_memory_named(" in the evaluation", lambda: memory.evaluation_cure("--batch_size", job.batch_size)):
+    with explaining_memory(" in the evaluation", "--batch_size", job.batch_size):
         evaluation = score_folder(task, job.model, job.batch_size)
         for warning in evaluation.warnings:
             distributed.warn(f"{job.model}: {warning}")

@@ -18,7 +18,6 @@ from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.models.pretrained import identity_of
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.tasks.cut_folder import CutResult, check_trained, cut_of, outline_of
 from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.tasks.task import Task
@@ -38,8 +37,6 @@ class StartingModels:
 
     recipe: Recipe
     folder: Path
-    stop: StopRequests | None = None
-    """Ends a cut that is being made."""
     _of_phases: dict[str, str] = field(default_factory=dict, init=False)
 
     def add(self, phase: str, model: Path | str) -> None:
@@ -73,7 +70,7 @@ class StartingModels:
 
     def _cut_folder(self, phase: Phase, task: Task, source: str, spec: CutSpec) -> CutResult:
         distributed.info(f"{phase.name}: cutting {source}")
-        cut = cut_of(task, source, spec, self.recipe.seed, self.stop)
+        cut = cut_of(task, source, spec, self.recipe.seed)
         distributed.info(f"{phase.name}: {cut.summary}")
         return cut
 

@@ -17,7 +17,7 @@ import torch
 from ds_trainer.config.jobs import TrainJob, TrialRequest
 from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.engine import engine
-from ds_trainer.engine.rehearsal import without_monitors
+from ds_trainer.engine.deepspeed_check import without_monitors
 from ds_trainer.files.writing import write_json
 from ds_trainer.loop import train_step
 from ds_trainer.phase import PhasePlan, plan_phase

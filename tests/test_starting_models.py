@@ -62,10 +62,11 @@ def test_a_student_is_made_once_and_anew_where_it_would_be_another(tiny_recipe, 
 
 def test_a_cut_is_made_once_with_its_report(tiny_recipe, tmp_path):
     """A request to stop leaves nothing half written. A second run reads the same files, and runs no calibration."""
-    recipe, stop = cut_recipe(tiny_recipe), StopRequests()
-    stop._note("SIGINT")
-    with pytest.raises(StoppedError, match="SIGINT"):
-        StartingModels(recipe, tmp_path, stop).start(recipe.phases[0])
+    recipe = cut_recipe(tiny_recipe)
+    with StopRequests() as requests:
+        requests._note("SIGINT")
+        with pytest.raises(StoppedError, match="SIGINT"):
+            StartingModels(recipe, tmp_path).start(recipe.phases[0])
     assert not (tmp_path / "small").exists()
     folder = made(recipe, tmp_path)
     before = times_in(tmp_path)

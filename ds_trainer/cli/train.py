@@ -19,7 +19,7 @@ from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.config.settings import assign, parse_setting
 from ds_trainer.config.task_specs import TaskSpec
 from ds_trainer.config.trust import Trust, trusting
-from ds_trainer.engine.engine_file import check_engine_file, idle_warnings, read_engine_file
+from ds_trainer.engine.engine_file import check_engine_file, read_engine_file
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import cut, shown
@@ -27,7 +27,7 @@ from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.write_places import cache_place, environment_of, placed_engine_file
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.debugging import debug_port_mistakes, wait_for_debugger
+from ds_trainer.ranks.debugging import wait_for_debugger
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.registry import check_data_files
 
@@ -101,7 +101,6 @@ def read_train_job(arguments: Sequence[str] = (), **given: Any) -> TrainJob:
     for phase in phases:
         mistakes += check_engine_file(engine_config, phase, world, name=name)
     mistakes += source_mistakes(recipe, trust) if recipe else []
-    mistakes += debug_port_mistakes(flags.debug_port)
     output = Path(recipe.output_dir) if recipe and recipe.output_dir else None
     resume, checkpoint = flags.resume is not None, Path(flags.resume) if flags.resume else None
     if recipe and output is None:
@@ -119,7 +118,7 @@ def read_train_job(arguments: Sequence[str] = (), **given: Any) -> TrainJob:
     values = {"recipe": recipe, "engine_config": engine_config, "output": output, "checkpoint": checkpoint}
     command = _as_given(arguments, given)
     job = mistakes.job(TrainJob, flags, **values, command=command, resume=resume, trust=trust, trial=trial)
-    for line in [*idle_warnings(engine_config, phases, world, name=name), *notes]:
+    for line in notes:
         distributed.warn(line)
     return job
 
@@ -165,7 +164,7 @@ def apply_to_files(recipe: dict[str, Any], engine_config: dict[str, Any], settin
     """Change a field of the file that has a field of its name; UserError names the nearest of both files."""
     path, value = parse_setting(setting)
     name, source, of_recipe, of_engine = path[0], f'--set "{cut(setting, 200)}"', Recipe.model_fields, key_table()
-    if name not in {*of_recipe, *of_engine["keys"], *of_engine["removed"], *engine_config}:
+    if name not in {*of_recipe, *of_engine["keys"], *of_engine["refused"], *engine_config}:
         homes = {field: f"task.{field}" for task in get_args(TaskSpec) for field in task.model_fields}
         homes |= {field: f"phases.*.{field}" for field in Phase.model_fields}
         homes |= {field: field for field in (*of_engine["keys"], *of_recipe)}

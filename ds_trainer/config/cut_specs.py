@@ -1,13 +1,14 @@
 """The cut of a phase: what a one-shot cut removes before training, by which method, and how much of it."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from ds_trainer.config.fields import Count, Positive, Strict, only
+from ds_trainer.ranks.failures import UserError
 
 Method = Literal["obs", "magnitude", "wanda", "fisher"]
 KeptShare = Annotated[float, Field(gt=0, lt=1)]
@@ -15,7 +16,7 @@ Size = Annotated[float, Field(strict=True, gt=0, lt=1)] | Positive
 """A share to keep, or with an int how many to keep."""
 SIZES = ("layers", "width", "heads", "neurons")
 """The fields of a cut that say a size of the whole model."""
-STRUCTURED = ("hybrid", "head", "neuron", "model")
+STRUCTURED = ("hybrid", "head", "neuron")
 """The granularities that make matrices smaller. The others write zeros."""
 
 
@@ -48,16 +49,18 @@ class VocabularySpec(Strict):
 class CutSpec(Strict):
     """A cut from a calibration set, without training, by optimal brain surgeon (arXiv 2302.04089) or its rivals."""
 
-    granularity: Literal["hybrid", "head", "neuron", "model", "weight", "block", "2:4"] = Field(
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "contiguous": (False, "leave it out, and the layers go that cost least, wherever they are"),
+    }
+
+    granularity: Literal["hybrid", "head", "neuron", "weight", "block", "2:4"] = Field(
         "hybrid",
-        description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros; "model" cuts '
-        "layers, width and neurons to target_flops, by the loss that each mixture adds",
+        description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros',
     )
     layers: Size | None = Field(None, description="share of the layers to keep, or how many; instead of keep")
     layer_criterion: Literal["loss", "cosine"] = Field(
         "loss", description="drop layers whose absence adds least loss, or that change least (arXiv 2403.03853)"
     )
-    contiguous: bool = Field(False, description="drop layers that follow one another (arXiv 2403.17887)")
     width: Size | None = Field(None, description="of the residual stream: share to keep, or size (arXiv 2407.14679)")
     heads: Size | None = Field(None, description="share of a layer's heads, or how many groups with one key and value")
     neurons: Size | None = Field(None, description="share of each layer's neurons to keep, or how many")
@@ -73,7 +76,7 @@ class CutSpec(Strict):
         description="how to choose; obs is optimal brain surgeon for heads and neurons, and ADMM (arXiv 2406.07831), "
         "which has the same aim, for weight, block and 2:4; wanda and fisher are for the latter alone",
     )
-    update_weights: bool = Field(True, description="let what is kept make up for what is removed, by least squares")
+    update_weights: bool = Field(True, description="refit the weights that are kept by least squares")
     calibration_examples: Positive = Field(512, description="training examples that the cut is fitted to")
     damping: float = Field(0.01, gt=0, le=10, description="share of the mean variance that is added to each input's")
     block_shape: list[Positive] = Field([32, 32], min_length=2, max_length=2, description="outputs, inputs of a block")
@@ -88,13 +91,8 @@ class CutSpec(Strict):
 
     @property
     def sizes(self) -> dict[str, float | int]:
-        """The sizes of the whole model that the spec says, by the names of its fields."""
+        """The sizes of the whole model that are cut, the same in every layer, by the names of their fields."""
         return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
-
-    @property
-    def cuts_sizes(self) -> bool:
-        """Whether sizes of the whole model are cut, which are the same in every layer."""
-        return bool(self.sizes) or self.granularity == "model"
 
     @property
     def cuts_layers(self) -> bool:
@@ -137,8 +135,13 @@ class CutSpec(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _half_of_four(cls, data: Any) -> Any:
-        return {"keep": 0.5} | data if isinstance(data, dict) and data.get("granularity") == "2:4" else data
+    def _by_granularity(cls, data: Any) -> Any:
+        granularity = data.get("granularity") if isinstance(data, dict) else None
+        if granularity == "model":
+            raise UserError(
+                'granularity "model" was removed in 0.3: write sizes, such as "layers": 0.75, "neurons": 0.6'
+            )
+        return {"keep": 0.5} | data if granularity == "2:4" else data
 
     def mistakes(self) -> Iterator[str]:
         """Say what makes no sense together: amounts, and what they are of."""
@@ -150,10 +153,6 @@ class CutSpec(Strict):
         if sizes and (amounts or self.granularity != "hybrid" or self.min_heads):
             others = "keep, targets, granularity and min_heads"
             yield f"{sizes}: a cut to sizes of the whole model goes without {others}: drop these, or the sizes"
-        if self.granularity == "model" and amounts != ["target_flops"]:
-            yield 'granularity "model" chooses the sizes for a target_flops: set this alone'
-        if self.contiguous and not self.layers and self.granularity != "model":
-            yield "contiguous says which layers go, and no layers are cut: set layers, or drop contiguous"
         if len(amounts) > 1:
             yield f"{' and '.join(amounts)} are set: keep one"
         if targets and not structured:

@@ -95,7 +95,7 @@ class TrainJob(CommandJob):
     """The number of ranks that a dry run is about, where it is not the number of those that run it."""
     timeout: Annotated[int, Field(ge=1)]
     """Seconds that a rank waits for another."""
-    debug_port: int | None
+    debug_port: Annotated[int, Field(gt=0, lt=2**16)] | None
     push_to_hub: str | None
     """The name of the repository that the run's model is sent to."""
 

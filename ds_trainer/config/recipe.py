@@ -12,7 +12,8 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
@@ -75,6 +76,10 @@ class GroupRule(Strict):
 class Phase(Strict):
     """A stage of a run: which model is trained, how long, with which techniques and loss weights."""
 
+    removed: ClassVar[Any] = MappingProxyType(
+        {"histograms": (False, "read the weights of the exported model, e.g. by SummaryWriter.add_histogram")}
+    )
+
     name: str = Field("train", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$", description="also that of its folder")
     start_from: str = Field("@previous", description='"@previous", "@model", "@NAME" of an earlier phase, or a folder')
     student: StudentSpec | None = Field(None, description="start from a smaller model made of the one of start_from")
@@ -106,7 +111,6 @@ class Phase(Strict):
     per_device_eval_batch_size: Positive = Field(64, description="examples of a batch on each rank at evaluation")
     max_skipped_steps: Positive = Field(50, description="in a row; fp16 with a scale of 2**32 skips 33 at the most")
     logging_steps: Steps = Field(10, description="write a record every so many steps")
-    histograms: bool = Field(False, description="of parameters, scores and gradients, in TensorBoard at every record")
     eval_steps: Steps | None = Field(None, description="evaluate every so many steps; always at the end")
     save_steps: Steps | None = Field(None, description="write checkpoint-N every so many steps")
     save_total_limit: Positive | None = Field(None, description="keep the last so many checkpoints")
@@ -228,8 +232,6 @@ class Recipe(Strict):
                 if source.startswith("@") and source[1:] not in (*names, "previous", "model"):
                     allowed = ", ".join(f'"@{name}"' for name in ("previous", "model", *names))
                     yield f'{field} of {this} is "{source}": allowed are {allowed}'
-            if phase.histograms and not self.tensorboard:
-                yield f"{this} has histograms, which only TensorBoard shows: set tensorboard"
             if phase.techniques.exits:
                 yield from self._exit_mistakes(this, task, phase.techniques.exits)
             if phase.metric_for_best_model:

@@ -38,6 +38,11 @@ class TaskBase(Strict):
     max_train_samples: Positive | None = Field(None, description="take so many of the training set, spaced evenly")
     max_eval_samples: Positive | None = Field(None, description="the same of the evaluation set")
 
+    @property
+    def scored_splits(self) -> tuple[str, ...]:
+        """The splits to evaluate on, the main one first."""
+        return ("validation",)
+
     def source_mistakes(self) -> list[str]:
         """Return the mistakes of a task that reads the user's own files or a hub data set, one or the other."""
         files = self.train_file or self.validation_file
@@ -53,6 +58,11 @@ class LabelledSpec(TaskBase):
 
     held_out: Share = Field(0.0, description="share of the training set that no phase trains on, for calibrating exits")
     score_held_out: bool = Field(False, description="score on these examples, in place of the evaluation set")
+
+    @property
+    def scored_splits(self) -> tuple[str, ...]:
+        official = ("validation", "validation_mismatched") if self.name == "mnli" else ("validation",)
+        return ("held_out",) if self.score_held_out else official
 
 
 class TextSpec(LabelledSpec):
@@ -189,8 +199,9 @@ TaskSpec = TextSpec | SquadSpec | LmSpec | TokenSpec
 class Family(NamedTuple):
     """One family of tasks: the class that its JSON is parsed into, and the code that handles it.
 
-    `task` is the subclass of `ds_trainer.tasks.task.Task`. `data` is a module (or an object) with the functions
-    `check_data_files(spec, splits)` and `training_texts(spec)`, for those who want more than the checks of `spec`.
+    `task` is the subclass of `ds_trainer.tasks.task.Task`. `data` is a module that loads no torch, with the functions
+    `records(spec, split)`, `training_texts(spec)` and, for more than `spec.source_mistakes()`,
+    `setting_mistakes(spec)`; None: `task` reads its data itself.
     Either may be written "module:name", as in packaging's entry points, and is then imported when it is first used: the
     settings are checked before torch is loaded. `names` are the task names that select the family.
     """

@@ -36,7 +36,7 @@ from ds_trainer.deploy.latency import (
 )
 from ds_trainer.deploy.onnx_file import check_onnx, outputs, predictor, quantise, session, write_onnx
 from ds_trainer.models import pretrained
-from ds_trainer.models.flops import encoder_flops
+from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.layers import blocks_of, count_weights, layers_of
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import UserError, first_line, ran_out

@@ -90,21 +90,23 @@ class OptimizerSettings:
     """
 
     def __init__(self, engine: Engine) -> None:
-        optimizer, scheduler = engine.optimizer, engine.lr_scheduler
-        schedule = (engine.scheduler_params() if engine.scheduler_name() else None) or {}
+        optimizer = engine.optimizer
         self._groups = [_settings_of(group) for group in optimizer.param_groups]
         # what DeepSpeed's wrappers of optimizers load from a checkpoint beside the groups
         names = {*_SCALERS, "dynamic_loss_scale", "clip_grad"} & vars(optimizer).keys()
         self._wrapper = {name: copy.copy(vars(optimizer)[name]) for name in names}
-        self._schedule = {name: value for name, value in vars(scheduler).items() if name in schedule}
 
     def restore(self, engine: Engine) -> None:
         """Give these settings to an engine that has loaded a checkpoint."""
-        optimizer = engine.optimizer
-        loaded = [_settings_of(group) for group in optimizer.param_groups]
+        optimizer, scheduler = engine.optimizer, engine.lr_scheduler
         for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(settings)
-        self._restore_rates(engine, loaded)
+        if isinstance(scheduler, LambdaLR):
+            scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](scheduler.last_epoch)
+        elif scheduler.last_batch_iteration >= 0:  # else every step so far was skipped
+            scheduler.step(scheduler.last_batch_iteration)  # the rates of DeepSpeed's are functions of the step
         for name, value in self._wrapper.items():
             state = dynamic_scale(vars(vars(optimizer)[name])) if name in _SCALERS else None
             setattr(optimizer, name, value)
@@ -123,24 +125,6 @@ class OptimizerSettings:
         if clip != clip_before:
             changes[f"gradient_clipping {clip_before} -> {clip}"] = ["all"]
         return "; ".join(f"{change} ({', '.join(dict.fromkeys(names))})" for change, names in changes.items())
-
-    def _restore_rates(self, engine: Engine, loaded: Sequence[Mapping[str, Any]]) -> None:
-        """Set every group's rate to the value of the schedule at the engine's step."""
-        scheduler, groups = engine.lr_scheduler, engine.optimizer.param_groups
-        if isinstance(scheduler, LambdaLR):
-            scheduler.base_lrs = [group["initial_lr"] for group in groups]
-            for group in groups:
-                group["lr"] = group["initial_lr"] * scheduler.lr_lambdas[0](scheduler.last_epoch)
-        elif hasattr(scheduler, "last_batch_iteration"):  # one of DeepSpeed's, whose rate is a function of the step
-            if scheduler.last_batch_iteration >= 0:  # else every step so far was skipped
-                scheduler.step(scheduler.last_batch_iteration)
-        else:  # torch's others compute each rate from the one before, and keep their settings in their state
-            vars(scheduler).update(self._schedule)
-            for group, old in zip(groups, loaded, strict=True):
-                factor = old["lr"] / old["initial_lr"] if old["initial_lr"] else 1.0
-                group["lr"] = group["initial_lr"] * factor
-                cycled = ("betas", "momentum") if "base_momentum" in group else ()
-                group.update({key: old[key] for key in cycled if key in old})
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """Read, check and resolve the engine file: DeepSpeed's own JSON, with Hugging Face's "auto" values.
 
 The check works on the text alone, before torch is loaded, so that a mistake shows within seconds. It reports unknown
-keys, wrong types and ranges (`keys.py`), keys that have no effect in ds_trainer (`verdicts.py`), values that differ
-between the engine file and the recipe, and combinations that DeepSpeed accepts although it then ignores a part of them
-or trains wrongly. What DeepSpeed refuses itself with a clear message is left to it (`rehearsal.py`).
+keys and wrong types (`keys.py`), values that differ between the engine file and the recipe, and combinations that
+DeepSpeed accepts although it then ignores a part of them or trains wrongly. What DeepSpeed refuses itself is left to it
+(`deepspeed_check.py`).
 """
 
-import base64
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,8 @@ from ds_trainer.config.recipe import Phase
 from ds_trainer.config.schedules import LrSchedule, steps_of
 from ds_trainer.engine import keys
 from ds_trainer.engine.optim import Hyperparameters
-from ds_trainer.engine.verdicts import idle_keys, refusals, without_refused
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
-from ds_trainer.ranks.failures import UserError, raise_mistakes
 
 DEFAULT_MICRO_BATCH = 32
 DEFAULTS = {
@@ -53,19 +50,16 @@ NAMES_IN_RECIPE = {
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
     "bf16.enabled": "bf16",
-    "bfloat16.enabled": "bf16",
     "fp16.enabled": "fp16",
 }
 """The recipe's field for a key of the engine file."""
 _LEAST_BUCKET = 4_000_000
 BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda hidden: max(hidden * hidden, _LEAST_BUCKET),
-    "stage3_prefetch_bucket_size": lambda hidden: max(int(0.9 * hidden * hidden), _LEAST_BUCKET),
     "prefetch_bucket_size": lambda hidden: max(int(0.9 * hidden * hidden), _LEAST_BUCKET),
-    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
     "param_persistence_threshold": lambda hidden: 10 * hidden,
 }
-"""The values for "auto" in `zero_optimization`, in elements, by the model's hidden size.
+"""The values for "auto" in `zero_optimization`, in elements, by the model's hidden size; also of `stage3_...`.
 
 They are those of Hugging Face's Trainer, except that the buckets of a narrow model are not smaller than what keeps the
 latency of a collective below its time: 4 million elements are 8 to 16 MB, which take half a millisecond at 25 GB/s.
@@ -74,43 +68,20 @@ LOW_PRECISION = {
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
     "fp16": ("fp16", "float16", "half", "torch.float16"),
 }
-SHARED_RATES: dict[str, dict[str, float | None]] = {
-    "WarmupLR": {"warmup_max_lr": None},
-    "WarmupDecayLR": {"warmup_max_lr": 0.001},
-    "OneCycle": {"cycle_min_lr": None, "cycle_max_lr": None},
-    "LRRangeTest": {"lr_range_test_min_lr": 0.001},
-    "OneCycleLR": {"max_lr": None},
-    "CyclicLR": {"base_lr": None, "max_lr": None},
-}
-"""The rates that a scheduler sets on every parameter group alike, unless they are lists, with DeepSpeed's default for
-an absent key; where that is None the groups keep their rates."""
-
-
 SCHEDULES: dict[str, LrSchedule] = {
     "WarmupLR": "constant_with_warmup",
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
 """DeepSpeed's schedules that have the shape of one of the recipe's."""
+SCHEDULERS = (*SCHEDULES, "OneCycle", "LRRangeTest")
+"""All of DeepSpeed's; torch's others neither take its optimizers nor have rates that follow from the step."""
 _DEFAULT_WARMUP = 1000  # DeepSpeed's own, for one of these without warmup_num_steps
 
 
 def read_engine_file(path: str | Path) -> dict[str, Any]:
     """Read the file as DeepSpeed does: Hjson, with comments and trailing commas, and without duplicate keys."""
-    if _is_of_autotuner(str(path)):
-        raise UserError(
-            "deepspeed --autotuning changes the global batch and leaves teachers, masks and offload out: use "
-            "ds-tune with the same --deepspeed_config and --recipe"
-        )
     return read_json(path, "the engine file")
-
-
-def _is_of_autotuner(path: str) -> bool:
-    """Whether this is no path, but the engine file itself in base64, as DeepSpeed's autotuner starts its trials."""
-    try:
-        return b'"autotuning"' in base64.b64decode(path, validate=True)
-    except ValueError:
-        return False
 
 
 def check_engine_file(
@@ -120,39 +91,10 @@ def check_engine_file(
 
     `name` is the file's, for the messages.
     """
-    mistakes = [*refusals(config), *keys.key_mistakes(config, keys.key_table()["keys"])]
-    mistakes += [*_typed_block_mistakes(config, "optimizer"), *_typed_block_mistakes(config, "scheduler")]
-    mistakes += _combination_mistakes(config, phase)
+    mistakes = [*keys.key_mistakes(config, keys.key_table()["keys"]), *_combination_mistakes(config, phase)]
     disagreements = [*_disagreements(config, phase, name)]
     # the product of batch sizes would only report again that the files disagree on one of them
     return mistakes + disagreements + ([] if disagreements else [*_batch_mistakes(config, phase, world_size)])
-
-
-def scheduler_mistakes(config: dict[str, Any], group_rates: Sequence[float]) -> list[str]:
-    """Check the `scheduler` block against the learning rates of the parameter groups, one rate per group.
-
-    DeepSpeed's schedulers set a single number on every group, and would silently undo the groups' own rates.
-    """
-    kind, params = keys.value_at(config, "scheduler.type"), keys.value_at(config, "scheduler.params") or {}
-    rates, mistakes = ", ".join(map(str, group_rates)), []
-    for key, absent in SHARED_RATES.get(kind, {}).items():
-        value, path = params.get(key, absent), f"scheduler.params.{key}"
-        if isinstance(value, list) and len(value) != len(group_rates):
-            mistakes.append(f"{path} has {len(value)} rates, but there are {len(group_rates)} parameter groups")
-        elif value is not None and not isinstance(value, list) and len(set(group_rates)) > 1:
-            mistakes.append(
-                f"{path} is {shown(value)}{'' if key in params else ' by default'}, which {kind} sets on every "
-                f"parameter group, but the groups have different rates ({rates}): remove the scheduler block and use "
-                f"the recipe's lr_scheduler_type, or write one rate per group, [{rates}]"
-            )
-    return mistakes
-
-
-def idle_warnings(config: dict[str, Any], phases: Sequence[Phase | None], world_size: int, *, name: str) -> list[str]:
-    """Return one line that names the keys without effect in every phase, or nothing. The file has no mistakes."""
-    idle = [idle_keys(resolve_engine_file(config, phase, world_size)) for phase in phases]
-    everywhere = [key for key in idle[0] if all(key in others for others in idle)]
-    return [f"without effect in {name}: {', '.join(everywhere)}"] if everywhere else []
 
 
 def settled_numbers(config: dict[str, Any], phase: Phase | None, world_size: int) -> EngineNumbers:
@@ -184,11 +126,10 @@ def resolve_engine_file(
 ) -> dict[str, Any]:
     """Return a new config with every "auto" filled; where it needs an argument that is None, "auto" stays.
 
-    Resolving the result again, with more arguments known, fills the rest. Raises UserError with every mistake.
+    The file has passed `check_engine_file`. Every other "auto" is dropped by DeepSpeed, which takes its default.
     """
-    raise_mistakes(check_engine_file(config, phase, world_size))
     numbers = settled_numbers(config, phase, world_size)
-    resolved = copy.deepcopy(without_refused(config))
+    resolved = copy.deepcopy(keys.without_refused(config))
     for key in (TRAIN, MICRO, STEPS, "gradient_clipping"):
         resolved[key] = getattr(numbers, NAMES_IN_RECIPE[key])
     for section, is_on in _precision_modes(config, phase).items():
@@ -204,62 +145,34 @@ def resolve_engine_file(
             params.setdefault("warmup_num_steps", "auto")
         _fill_auto(params, warmup)
     if hidden_size is not None and isinstance(resolved.get("zero_optimization"), dict):
-        sizes = {key: size_of(hidden_size) for key, size_of in BY_HIDDEN_SIZE.items()}
-        _fill_auto(resolved["zero_optimization"], sizes)
-    _fill_with_defaults(resolved, keys.key_table()["keys"], False)
+        for key, size_of in BY_HIDDEN_SIZE.items():
+            _fill_auto(resolved["zero_optimization"], dict.fromkeys((key, f"stage3_{key}"), size_of(hidden_size)))
     return resolved
 
 
 # Checking
 
 
-def _typed_block_mistakes(config: dict[str, Any], block: str) -> Iterator[str]:
-    """Check type and parameters of the "optimizer" or "scheduler", and that an "auto" in it can be filled."""
-    section = config.get(block)
-    if not isinstance(section, dict):
-        return
-    kind, params = section.get("type"), section.get("params", {})
-    if kind is None:
-        yield f"{block} has no type, without which DeepSpeed ignores it: write a type, or remove the block"
-    if not isinstance(kind, str) or not isinstance(params, dict):
-        return
-    known = _known_types(block)
-    if _type_name(block, kind) not in known:
-        yield (
-            f'{block}.type is "{kind}", which DeepSpeed {keys.key_table()["deepspeed"]} does not have: '
-            f"did you mean {keys.nearest_of(kind, known)}? Known: {', '.join(known)}"
-        )
-        return
-    allowed, in_table = known[_type_name(block, kind)], keys.key_table()["keys"][block]["keys"]["params"]["keys"]
-    for key, value in params.items():
-        path = f"{block}.params.{key}"
-        if allowed is not None and key not in allowed and key != "max_grad_norm":  # DeepSpeed names its other home
-            yield keys.unknown_key(path, key, allowed)
-        elif keys.is_auto(value) and key not in in_table:
-            yield f'{path} is "auto", which nothing can fill: write its value'
-
-
-def _known_types(block: str) -> dict[str, Collection[str] | None]:
-    """Return the types that "optimizer" or "scheduler" may have, with their parameters; None where they are open."""
-    return {**keys.key_table()[f"{block}s"], **keys.key_table()[f"torch_{block}s"]}
-
-
-def _type_name(block: str, kind: str) -> str:
-    """Return the type as the table has it: DeepSpeed compares the names of its own optimizers in lower case."""
-    return kind.lower() if block == "optimizer" and kind.lower() in keys.key_table()["optimizers"] else kind
-
-
 def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterator[str]:
     """Report combinations that DeepSpeed accepts and then trains wrongly, or refuses with an unclear error."""
-    stage, modes = keys.zero_stage(config), _precision_modes(config, phase)
-    precisions = [kind for kind in LOW_PRECISION if modes[_section(config, kind)]]
-    if len(precisions) == 2:
+    for block in ("optimizer", "scheduler"):
+        if isinstance(config.get(block), dict) and not config[block].get("type"):
+            yield f"{block} has no type, without which DeepSpeed ignores it: write a type, or remove the block"
+    if config.get("managed_gradient_accumulation") is False:
+        yield "managed_gradient_accumulation is false, but ds_trainer leaves the accumulation to DeepSpeed: remove it"
+    stage, scheduler = keys.zero_stage(config), keys.value_at(config, "scheduler.type")
+    for key in (TRAIN, MICRO, STEPS):
+        if keys.is_number(number := keys.value_at(config, key)) and number <= 0:
+            yield f"{key} is {shown(number)}: write a whole number above 0"
+    if stage not in range(4):
+        yield f"zero_optimization.stage is {stage}: write 0, 1, 2 or 3"
+    modes = _precision_modes(config, phase)
+    if modes["fp16"] and modes["bf16"]:
         yield "fp16 and bf16 are both on: turn one of them off, in the engine file or in the recipe"
-    scheduler = keys.value_at(config, "scheduler.type")
-    if scheduler in [*keys.key_table()["torch_schedulers"]] and (stage or precisions):
+    if scheduler not in (None, *SCHEDULERS):
         yield (
-            f'scheduler.type is "{scheduler}", one of torch, which does not take DeepSpeed\'s optimizer for ZeRO, bf16 '
-            f"and fp16: use one of {', '.join(keys.key_table()['schedulers'])}, or remove the block"
+            f"scheduler.type is {shown(scheduler)}: write one of {', '.join(SCHEDULERS)}, or remove the block and use "
+            f"the recipe's lr_scheduler_type"
         )
     if scheduler and phase and phase.lr_restarts:
         yield f"lr_restarts of the recipe has no effect beside the scheduler block, {scheduler}: remove one of the two"
@@ -325,12 +238,13 @@ def _batch_mistakes(config: dict[str, Any], phase: Phase | None, world_size: int
     if not all(n is None or (keys.is_number(n) and n == int(n) and n > 0) for n in numbers.values()):
         return
     train, micro, steps = _batch_triangle(config, phase, world_size)
-    product = micro * steps * world_size
-    if train == product:
+    if train == micro * steps * world_size:
         return
     given = [f"{key} {int(value)}" for key, value in numbers.items() if value is not None and key != TRAIN]
     factors = " x ".join([*given, f"{world_size} rank{'s' if world_size > 1 else ''}"])
-    relation = f"but {factors} = {product}" if len(given) == 2 else f"which {factors} does not divide"
+    relation = (
+        f"but {factors} = {micro * steps * world_size}" if len(given) == 2 else f"which {factors} does not divide"
+    )
     yield f'{TRAIN} is {train}, {relation}: change one of them or write "auto"'
 
 
@@ -380,13 +294,8 @@ def _precision_modes(config: dict[str, Any], phase: Phase | None) -> dict[str, b
     for kind in LOW_PRECISION:
         # a torch_autocast of this type is what the recipe asks for already
         by_recipe = bool(_in_recipe(phase, kind)) and not (autocast and autocast_kind == kind)
-        name = _section(config, kind)
-        modes[name] = bool(_first(keys.flag_at(config, f"{name}.enabled"), by_recipe))
+        modes[kind] = bool(_first(keys.flag_at(config, f"{kind}.enabled"), by_recipe))
     return modes
-
-
-def _section(config: dict[str, Any], kind: str) -> str:
-    return "bfloat16" if kind == "bf16" and "bfloat16" in config and "bf16" not in config else kind
 
 
 # Filling
@@ -403,31 +312,14 @@ def _fill_optimizer(resolved: dict[str, Any], phase: Phase | None, settled: Hype
         if keys.offloads(resolved, "optimizer") and keys.flag_at(resolved, "zero_force_ds_cpu_optimizer") is not False:
             resolved["optimizer"] = {"type": "AdamW", "params": ours}
         return
-    block = resolved["optimizer"]
-    params = block.setdefault("params", {})
+    params = resolved["optimizer"].setdefault("params", {})
     fields = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",), "weight_decay": ("weight_decay",)}
-    allowed = _known_types("optimizer")[_type_name("optimizer", block["type"])] or ("lr",)
     for key, value in ours.items():
         in_recipe = key == "lr" or any(_in_recipe(phase, field) is not None for field in fields[key])
-        if keys.is_auto(params.get(key)) or (key not in params and in_recipe and key in allowed):
+        if keys.is_auto(params.get(key)) or (key not in params and in_recipe):
             params[key] = value
 
 
 def _fill_auto(section: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Write the values that are known in the place of "auto"."""
     section |= {key: value for key, value in values.items() if value is not None and keys.is_auto(section.get(key))}
-
-
-def _fill_with_defaults(section: dict[str, Any], known: dict[str, Any], auto_is_default: bool) -> None:
-    """Write DeepSpeed's default for each "auto" that DeepSpeed would drop; drop the key where it has no default."""
-    for key in list(section):
-        entry = known.get(key, {})
-        waits = entry.get("own_auto") or key in BY_HIDDEN_SIZE
-        if keys.is_auto(section[key]) and auto_is_default and not waits:
-            if "default" in entry:
-                section[key] = entry["default"]
-            else:
-                del section[key]
-        elif isinstance(section[key], dict) and "keys" in entry:
-            below = auto_is_default or entry.get("auto_is_default", False)
-            _fill_with_defaults(section[key], entry["keys"], below)

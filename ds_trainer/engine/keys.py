@@ -1,75 +1,60 @@
-"""The table of DeepSpeed's keys, `keys.json`: compare an engine file with it, and look values up in a file.
+"""DeepSpeed's keys, from `keys.json`: compare an engine file with the table, and look values up in a file.
 
-`tests/tools/dump_engine_keys.py` writes the table from DeepSpeed's source. An entry has the JSON `types` and the `enum`
-values of a key, its limits, `items` and `length` of a list, `keys` of a section, `open` for a section that takes other
-keys too, `alias_of` and `deprecated` for a second name, `default`, `on_by_presence` for a section that is on wherever
-it stands, and what "auto" means: `filled` by ds_trainer, `own_auto` for DeepSpeed's own word, `auto_is_default` for a
-section in which DeepSpeed drops "auto" and takes the default. The table knows nothing of combinations of keys
-(`engine_file.py`), nor which keys have an effect in ds_trainer (`verdicts.py`).
+`keys` has an object for each section and, for each value, the JSON types that it may have, with "auto" where ds_trainer
+or DeepSpeed fills it. A section with "*" takes other keys too. `refused` has the keys that DeepSpeed accepts, or once
+accepted, and that cannot have an effect in ds_trainer: each with what to do instead. Values beyond their types are left
+to DeepSpeed's own check (`deepspeed_check.py`), and combinations that it does not see to `engine_file.py`.
 """
 
 import difflib
 import functools
 import json
-import operator
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_trainer.files.messages import shown
 
 _WORDS = {"int": "a whole number", "number": "a number", "bool": "true or false", "str": "text"}
-_WORDS |= {"list": "a list", "dict": "an object", "null": "null"}
-_LIMITS = {
-    "above": ("above", operator.gt),
-    "min": ("of at least", operator.ge),
-    "below": ("below", operator.lt),
-    "max": ("of at most", operator.le),
-}
+_WORDS["list"] = "a list"
 
 
 @functools.cache
 def key_table() -> dict[str, Any]:
-    """Return the table: `keys`, the `removed` ones, and the optimizers and schedulers with their parameters."""
-    return json.loads(Path(__file__).with_suffix(".json").read_text())
+    """Return the table: `keys`, and the `refused` ones by their dotted path."""
+    return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
-def key_mistakes(
-    section: dict[str, Any], known: dict[str, Any], path: str = "", auto_is_default: bool = False
-) -> Iterator[str]:
+def key_mistakes(section: Mapping[str, Any], known: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """Compare a section at the dotted `path` (with its last dot) with the entries of the table."""
     for key, value in section.items():
-        here = f"{path}{key}"
-        if key in known:
-            yield from _value_mistakes(value, known[key], here, auto_is_default)
-            newer = known[key].get("alias_of") or known[key].get("deprecated")
-            if newer in section:
-                yield f"{here} and {path}{newer} are one setting: keep the second"
-        # DeepSpeed ignores unknown keys at the top level, where users of plain JSON keep their comments
-        elif here not in key_table()["removed"] and (path or not str(key).startswith(("_", "//", "#"))):
-            yield unknown_key(here, str(key), known)
+        here, entry = f"{path}{key}", known.get(key, known.get("*"))
+        if here in key_table()["refused"]:
+            if _asks_for_something(value):
+                yield f"{here} is refused, remove it: {key_table()['refused'][here]}"
+        elif entry is None:
+            # at the top level, where DeepSpeed ignores unknown keys, users of plain JSON keep their comments
+            if path or not str(key).startswith(("_", "//", "#")):
+                yield f"{here} is not a key that DeepSpeed knows{_meant(str(key), known)}"
+        elif isinstance(entry, dict) and isinstance(value, dict):
+            yield from key_mistakes(value, entry, f"{here}.")
+        elif isinstance(entry, dict):
+            yield f"{here} is {shown(value)}: write an object"
+        elif is_auto(value) and not {"auto", "str"} & {*entry.split("|")}:
+            yield f'{here} is "auto", which nothing can fill: write a value'
+        elif entry and not any(_is_of_type(value, kind) for kind in entry.split("|")):
+            allowed = " or ".join(_WORDS[kind] for kind in entry.split("|") if kind in _WORDS)
+            yield f"{here} is {shown(value)}: write {allowed}"
 
 
-def unknown_key(path: str, key: str, known: Collection[str]) -> str:
-    """Report a key that is not among `known`, with the nearest one, or with the section that it belongs to."""
-    if not difflib.get_close_matches(key, known, 1):
-        homes = [home for home in all_paths(key_table()["keys"]) if home.split(".")[-1] == key]
-        if homes:
-            return f"{path} is not a key that DeepSpeed knows there: it belongs at {' or '.join(homes[:3])}"
-    return f"{path} is not a key that DeepSpeed knows: did you mean {nearest_of(key, known)}?"
-
-
-def nearest_of(name: str, known: Collection[str]) -> str:
-    """Return the known name most like this one, ignoring case."""
-    return max(known, key=lambda other: difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio())
-
-
-def all_paths(known: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Yield the dotted path of every key in the table, sections before what is in them."""
-    for key, entry in known.items():
-        yield f"{path}{key}"
-        yield from all_paths(entry.get("keys", {}), f"{path}{key}.")
+def without_refused(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return a copy of a file without refused keys that ask for nothing: DeepSpeed refuses some, or acts on them."""
+    return {
+        key: without_refused(value, f"{path}{key}.") if isinstance(value, dict) else value
+        for key, value in section.items()
+        if f"{path}{key}" not in key_table()["refused"]
+    }
 
 
 def value_at(config: Mapping[str, Any], path: str) -> Any:
@@ -90,8 +75,6 @@ def flag_at(config: Mapping[str, Any], path: str) -> bool | None:
 
 def zero_stage(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage; 0 where the file has none."""
-    if config.get("zero_optimization") is True:  # the format of 2020: true is stage 1
-        return 1
     stage = value_at(config, "zero_optimization.stage")
     return int(stage) if is_number(stage) else 0
 
@@ -105,8 +88,7 @@ def offloads(config: Mapping[str, Any], part: str) -> bool:
 
 def precision_of(config: Mapping[str, Any]) -> str:
     """Return the precision of the model's weights: "fp16", "bf16" or "fp32"."""
-    sections = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-    return next((kind for name, kind in sections.items() if flag_at(config, f"{name}.enabled")), "fp32")
+    return next((kind for kind in ("fp16", "bf16") if flag_at(config, f"{kind}.enabled")), "fp32")
 
 
 def is_auto(value: Any) -> bool:
@@ -119,36 +101,24 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _value_mistakes(value: Any, entry: dict[str, Any], path: str, auto_is_default: bool) -> Iterator[str]:
-    if is_auto(value):
-        # DeepSpeed drops "auto" inside its pydantic sections; but no user means stage 0 by the stage "auto"
-        droppable = auto_is_default and path != "zero_optimization.stage"
-        if not (droppable or entry.get("own_auto") or entry.get("filled")):
-            yield f'{path} is "auto", which nothing can fill: write {_allowed(entry)}'
-    elif not _is_allowed(value, entry):
-        yield f"{path} is {shown(value)}: write {_allowed(entry)}"
-    elif isinstance(value, dict) and "keys" in entry:
-        inner = {key: value[key] for key in value if not entry.get("open") or key in entry["keys"]}
-        below = auto_is_default or entry.get("auto_is_default", False)
-        yield from key_mistakes(inner, entry["keys"], f"{path}.", below)
-    elif isinstance(value, list) and "items" in entry:
-        for index, item in enumerate(value):
-            yield from _value_mistakes(item, entry["items"], f"{path}[{index}]", False)
+def _asks_for_something(value: Any) -> bool:
+    """Whether the value of a refused key is more than null, false, or a section that is turned off."""
+    if isinstance(value, dict) and not is_auto(value.get("enabled", "auto")):
+        return bool(value["enabled"])
+    if isinstance(value, dict):  # DeepSpeed turns some sections on for an empty object
+        return not value or any(map(_asks_for_something, value.values()))
+    return value is not None and value is not False and value != [] and not is_auto(value)
 
 
-def _is_allowed(value: Any, entry: dict[str, Any]) -> bool:
-    """Whether a value has one of the entry's types, is one of its `enum` and within its limits."""
-    types = entry.get("types")
-    if types and not any(_is_of_type(value, kind) for kind in types):
-        return False
-    if "enum" in entry and value is not None:
-        if entry.get("any_case") and isinstance(value, str):
-            return value.lower() in [name.lower() for name in entry["enum"]]
-        return value in entry["enum"]
-    if isinstance(value, list):
-        return len(value) == entry.get("length", len(value))
-    limits = [(test, entry[limit]) for limit, (_, test) in _LIMITS.items() if limit in entry]
-    return not is_number(value) or all(test(value, limit) for test, limit in limits)
+def _meant(key: str, known: Mapping[str, Any]) -> str:
+    """Return the end of a message about an unknown key: the nearest one, or the sections that have it."""
+    sections = {name: entry for name, entry in key_table()["keys"].items() if isinstance(entry, dict)}
+    near = difflib.get_close_matches(key, known, 1)
+    homes = [f"{name}.{key}" for name, section in sections.items() if key in section]
+    if homes and not near:
+        return f" there: it belongs at {' or '.join(homes)}"
+    nearest = max(known, key=lambda other: difflib.SequenceMatcher(None, key.lower(), other.lower()).ratio())
+    return f": did you mean {nearest}?"
 
 
 def _is_of_type(value: Any, kind: str) -> bool:
@@ -156,16 +126,6 @@ def _is_of_type(value: Any, kind: str) -> bool:
         return is_number(value) and (kind == "number" or value == int(value))
     if kind == "bool":
         return isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))
-    if kind == "null":
-        return value is None
-    return isinstance(value, {"str": str, "list": list, "dict": dict}[kind])
-
-
-def _allowed(entry: dict[str, Any]) -> str:
-    """Describe what an entry takes, for the end of a message."""
-    if "enum" in entry:
-        return "one of " + ", ".join(shown(value) for value in entry["enum"])
-    kinds = " or ".join(_WORDS[kind] for kind in entry.get("types", [])) or "a value"
-    limits = "".join(f" {word} {entry[limit]}" for limit, (word, _) in _LIMITS.items() if limit in entry)
-    items = f" of {entry.get('length', '')} values, each {_allowed(entry['items'])}" if "length" in entry else ""
-    return kinds + limits + items
+    if kind in ("null", "auto"):
+        return value is None if kind == "null" else is_auto(value)
+    return isinstance(value, {"str": str, "list": list}[kind])

@@ -8,7 +8,6 @@ Every decision is the same on every rank: DeepSpeed decides to skip by a reduced
 reduction. The loss itself is checked by `report/log.py`.
 """
 
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -85,23 +84,20 @@ class StepWatch:
             distributed.warn(skipped)
 
     def _skipped(self, steps: list[int]) -> str:
-        runs = [list(run) for _, run in groupby(steps, key=lambda step: step - steps.index(step))]
-        ranges = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-        subject = f"steps {ranges} were" if len(steps) > 1 else f"step {ranges} was"
+        first, last = steps[0], steps[-1]
+        numbers = f"{first}-{last}" if last - first == len(steps) - 1 else ", ".join(map(str, steps))
+        subject = f"steps {numbers} were" if len(steps) > 1 else f"step {first} was"
         return f"optimizer {subject} skipped, the gradients are not finite in {_precision(self._engine)}"
 
     def _endless_skipping(self) -> str:
         """Describe the skipped steps in a row that end the run, and what to change."""
-        engine, first = self._engine, self._in_a_row[0]
+        engine = self._engine
         scale = f", at a loss scale of {loss_scale(engine):g}" if _scales(engine) else ""
-        limit, start = f"max_skipped_steps is {self._max_skipped}", ""
-        if self._at_floor:
-            limit = "it is fp16.min_loss_scale and cannot fall"
-        elif engine.fp16_enabled() and engine.dynamic_loss_scale():
-            start = "If the scale only started too high, lower fp16.initial_scale_power or raise max_skipped_steps. "
+        spent = f"max_skipped_steps is {self._max_skipped}"
+        limit = "it is fp16.min_loss_scale and cannot fall" if self._at_floor else spent
         return (
-            f"{self._phase}: {self._skipped(self._in_a_row)}{scale}; {limit}. {_cure(engine)} {start}"
-            f"The weights are those of step {first - 1}, and the checkpoints are unchanged"
+            f"{self._phase}: {self._skipped(self._in_a_row)}{scale}; {limit}. {_cure(engine)} The weights are those of "
+            f"step {self._in_a_row[0] - 1}, and the checkpoints are unchanged"
         )
 
     def _spoilt_weights(self) -> str:
@@ -110,10 +106,8 @@ class StepWatch:
         event = f"the gradients of step {step} are not finite in {precision}, and DeepSpeed took the step"
         if engine.get_global_grad_norm() is None:
             event = f"at step {step} the weights are not finite in {precision}; no gradient norm shows since when"
-        skips = ""
-        if engine.bfloat16_enabled():
-            skips = "With bf16.check_grad_overflow true such steps are skipped. "
-        elif not engine.zero_optimization():
+        skips = "With bf16.check_grad_overflow true such steps are skipped. " if engine.bfloat16_enabled() else ""
+        if not engine.zero_optimization():
             skips = "With zero_optimization.stage 1 such steps are skipped. "
         return (
             f"{self._phase}: {event}: the weights are lost. {_cure(engine)} {skips}"
@@ -163,11 +157,13 @@ def _precision(engine: Engine) -> str:
 def _cure(engine: Engine) -> str:
     """Say what to change, in whole sentences."""
     calmer = "Lower learning_rate or lengthen warmup_steps"
-    if _precision(engine) == "torch_autocast (fp16)":
-        return f'{calmer}, or write torch_autocast.dtype "bfloat16", or fp16 or bf16 in its place.'
-    if not engine.fp16_enabled():
+    if not _scales(engine):
         return f"{calmer}, and look at the data of that step, and at losses without a gradient there, as of sqrt at 0."
+    if not engine.fp16_enabled():
+        return f'{calmer}, or write torch_autocast.dtype "bfloat16", or fp16 or bf16 in its place.'
     if not engine.dynamic_loss_scale():
         return f"fp16.loss_scale is fixed at {engine.loss_scale():g}: write 0, for one that adapts, or use bf16."
-    above_1 = engine.dynamic_loss_scale_args()["min_scale"] > 1
-    return f"{calmer}, or use bf16{', or lower fp16.min_loss_scale' if above_1 else ''}."
+    return (
+        f"{calmer}, or use bf16. If the scale only started too high, lower fp16.initial_scale_power or raise "
+        f"max_skipped_steps; if it cannot fall, lower fp16.min_loss_scale where that is above 1."
+    )

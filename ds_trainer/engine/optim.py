@@ -62,7 +62,10 @@ def parameter_groups(
     rules_of = {name: _rules_of(name, user_rules, other_rules) for name in named}
     for rule in user_rules:
         if not any(rule in rules for rules in rules_of.values()):
-            raise UserError(_unmatched(rule, named, other_rules))
+            words = sorted({other.params.strip("*.") for other in other_rules if not other.frozen} - {""})
+            added = f"; what techniques add is reached by patterns with its name: {', '.join(words)}" if words else ""
+            some = ", ".join([*named][:4])
+            raise UserError(f'groups: "{rule.params}" matches no parameter of the model; some are: {some}, ...{added}')
     groups: dict[tuple[str, bool], Group] = {}
     for name, parameter in named.items():
         rule = next(iter(rules_of[name]), GroupRule(params="*"))
@@ -81,26 +84,10 @@ def parameter_groups(
 
 def _rules_of(name: str, user_rules: Sequence[GroupRule], other_rules: Sequence[GroupRule]) -> list[GroupRule]:
     """Return the rules that reach a parameter, the deciding one first."""
-    users = [rule for rule in user_rules if fnmatchcase(name, rule.params)]
     others = [rule for rule in other_rules if fnmatchcase(name, rule.params)]
-    return [rule for rule in users if not _unnamed(name, rule, other_rules)] + others
-
-
-def _unnamed(name: str, rule: GroupRule, other_rules: Sequence[GroupRule]) -> set[str]:
-    """Return the techniques' words for a parameter that they add and train, where the rule's pattern lacks them."""
-    trained = [other.params for other in other_rules if not other.frozen and fnmatchcase(name, other.params)]
-    return {word for pattern in trained if (word := pattern.strip("*.")) not in rule.params}
-
-
-def _unmatched(rule: GroupRule, named: Iterable[str], other_rules: Sequence[GroupRule]) -> str:
-    matching = [name for name in named if fnmatchcase(name, rule.params)]
-    if not matching:
-        return f'groups: "{rule.params}" matches no parameter; some are: {", ".join(list(named)[:4])}, ...'
-    words = set().union(*(_unnamed(name, rule, other_rules) for name in matching))
-    return (
-        f'groups: "{rule.params}" matches only what a technique has added, such as {matching[0]}, and that is reached '
-        f"by patterns that contain its name: {' or '.join(sorted(words))}"
-    )
+    words = {rule.params.strip("*.") for rule in others if not rule.frozen}  # of a parameter that a technique trains
+    users = [rule for rule in user_rules if fnmatchcase(name, rule.params)]
+    return [rule for rule in users if all(word in rule.params for word in words)] + others
 
 
 def as_torch(groups: Sequence[Group], base: Hyperparameters) -> list[dict[str, Any]]:

@@ -27,8 +27,7 @@ _STATES = {"sgd": 0, "lion": 1, "cpulion": 1, "fusedlion": 1, "adagrad": 1, "muo
 """The values that an optimizer keeps for each weight, where they are not the two of Adam; SGD has one with momentum."""
 _MOST_REDUCED_AT_ONCE = 500_000_000
 """Values: without ZeRO, gradients are reduced in copies of this size at most (`gradient_allreduce`)."""
-_DEFAULTS = {"reduce_bucket_size": 5e8, "prefetch_bucket_size": 5e7, "param_persistence_threshold": 1e5}
-_DEFAULTS |= {"max_reuse_distance": 1e9}
+_DEFAULTS = {"reduce_bucket_size": 5e8, "prefetch_bucket_size": 5e7, "max_reuse_distance": 1e9}
 """DeepSpeed's, in values."""
 
 
@@ -40,15 +39,13 @@ class ModelSizes:
     frozen: int
     largest: int
     """Those of the largest trained parameter."""
-    each: tuple[int, ...] = ()
-    """Those of every parameter, trained or frozen."""
 
     @classmethod
     def of(cls, model: nn.Module, groups: Iterable[Group]) -> ModelSizes:
         """Count the values of a model whose parameters are not yet partitioned."""
         trained = [parameter.numel() for group in groups for parameter in group.parameters.values()]
-        each = tuple(parameter.numel() for parameter in model.parameters())
-        return cls(sum(trained), sum(each) - sum(trained), max(trained, default=0), each)
+        everything = sum(parameter.numel() for parameter in model.parameters())
+        return cls(sum(trained), everything - sum(trained), max(trained, default=0))
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class RankMemory:
     """Whether the gradients of an earlier micro-batch are there during a whole backward."""
 
     def peak(self, activations: int) -> int:
-        """Return the most that the rank's tensors take, where a micro-batch takes so many bytes of activations."""
+        """Return the most that the rank's tensors take, beside the bytes of a micro-batch's activations."""
         return sum(self.held.values()) + max(self._in_backward(activations), self.in_step)
 
     def resident_peak(self, activations: int) -> int:
@@ -98,10 +95,14 @@ def rank_memory(sizes: ModelSizes, config: Mapping[str, Any], world: int) -> Ran
     share = -(-sizes.trained // (world if stage else 1))
     everything = sizes.trained + sizes.frozen
     mixed = width < FP32
+    kind = str(value_at(config, "optimizer.type") or "AdamW").lower()
+    states = _STATES.get(kind, 2)
+    if kind == "sgd" and value_at(config, "optimizer.params.momentum"):
+        states = 1
     held = {
         "parameters": everything * width // (world if stage == 3 else 1),
         "master_weights": share * FP32 if mixed or stage else 0,
-        "optimizer": share * FP32 * _states_of(config),
+        "optimizer": share * FP32 * states,
     }
     flat = share * (width + (FP32 if mixed else 0))  # the rank's gradients in one tensor, and again in fp32
     if stage == 0:
@@ -109,15 +110,22 @@ def rank_memory(sizes: ModelSizes, config: Mapping[str, Any], world: int) -> Ran
         in_step, copies = gradients + (FP32 * sizes.trained if mixed else 0), 0  # in fp32 parameter by parameter
     else:
         gradients = share * width + (sizes.trained * width if stage == 1 else 0)
-        buffers = 0 if stage == 1 else _reduction_buffers(sizes, config, width)
+        # a bucket of gradients, or a gradient that is larger, which has a bucket of its own
+        bucket = min(_zero_number(config, "reduce_bucket_size"), sizes.trained)
+        buckets = 2 if flag_at(config, "zero_optimization.overlap_comm") else 1
+        copies_of_largest = 2 if stage == 3 else 1  # stage 3 splits a gradient among the ranks in a copy
+        buffers = 0 if stage == 1 else width * max(buckets * bucket, copies_of_largest * sizes.largest)
         in_step = copies = share * width + max(flat, FP64 * min(sizes.largest, share))
     if stage == 3:  # one buffer for the rank's gradients lasts from step to step
         held["gradients"], gradients = gradients, 0
         in_step = copies = flat
         if world > 1:  # while gradients are reduced, or where the backward begins
-            in_use = sizes.largest + zero_number(config, "prefetch_bucket_size")
-            kept = min(everything, kept_gathered(config))
-            buffers = max(buffers + width * min(everything, in_use), width * kept)
+            prefetched = _zero_number(config, "prefetch_bucket_size")
+            # Values stay gathered from the forward to the backward if they come up again soon. From a weight's forward
+            # to its backward each later weight is used twice, so half of the reuse distance counts.
+            kept = max(_zero_number(config, "max_reuse_distance") // 2, prefetched)
+            in_use = buffers + width * min(everything, sizes.largest + prefetched)
+            buffers = max(in_use, width * min(everything, kept))
     stays = stage == 3 or config[STEPS] > 1
     if stage == 2 and stays:  # a rank's share of a micro-batch is whole before it is added to the others
         buffers += share * width
@@ -134,7 +142,7 @@ class Activations:
     per_example: int
 
     def of(self, examples: int) -> int:
-        """Return the bytes of a micro-batch of so many examples."""
+        """Return the bytes of a micro-batch of that size."""
         return self.fixed + examples * self.per_example
 
 
@@ -168,26 +176,24 @@ class PhaseMemory:
         most = max(used)
         parts = {"gradients": memory.gradients, **memory.held, "buffers": memory.buffers, "activations": most}
         parts |= {"teacher": teacher, "process": self.process}
-        on_host = self.process + (sum(offloaded(memory, config).values()) if self.on_gpu else 0)
-        beside = teacher + self.process
-        peaks = {"peak": memory.resident_peak(most) + beside}
+        peaks = {"peak": memory.resident_peak(most) + teacher + self.process}
         if self.on_gpu:
-            peaks = {"peak_of_the_gpu": memory.peak(most) + beside - on_host, "peak_of_the_host": on_host}
+            on_host = sum(offloaded(memory, config).values())
+            peaks = {
+                "peak_of_the_gpu": memory.peak(most) + teacher - on_host,
+                "peak_of_the_host": on_host + self.process,
+            }
+        without_scores = rank_memory(replace(self.sizes, trained=self.sizes.trained - self.scores), config, world)
         return {
             "ranks": world,
             **parts,
             **peaks,
-            "of_which_mask_scores": self._of_scores(memory, config, world),
+            "of_which_mask_scores": memory.peak(0) - without_scores.peak(0),
             f"activations_of_{micro}_examples": [
                 {"tokens": one.tokens, "gradient_checkpointing": one.gradient_checkpointing, "bytes": one.of(micro)}
                 for one in self.activations
             ],
         }
-
-    def _of_scores(self, memory: RankMemory, config: Mapping[str, Any], world: int) -> int:
-        """Return how much less a rank would hold without the scores of masks."""
-        others = replace(self.sizes, trained=self.sizes.trained - self.scores)
-        return memory.peak(0) - rank_memory(others, config, world).peak(0)
 
 
 def offloaded(memory: RankMemory, config: Mapping[str, Any]) -> dict[str, int]:
@@ -196,31 +202,7 @@ def offloaded(memory: RankMemory, config: Mapping[str, Any]) -> dict[str, int]:
     return {name: memory.held[name] for name in names}
 
 
-def _states_of(config: Mapping[str, Any]) -> int:
-    kind = str(value_at(config, "optimizer.type") or "AdamW").lower()
-    if kind == "sgd" and value_at(config, "optimizer.params.momentum"):
-        return 1
-    return _STATES.get(kind, 2)
-
-
-def _reduction_buffers(sizes: ModelSizes, config: Mapping[str, Any], width: int) -> int:
-    """Return the bytes of a bucket of gradients, or of a gradient that is larger, which has a bucket of its own."""
-    bucket = zero_number(config, "reduce_bucket_size")
-    double = 2 if flag_at(config, "zero_optimization.overlap_comm") else 1
-    copies = 2 if zero_stage(config) == 3 else 1  # it splits a gradient among the ranks in a copy
-    return width * max(double * min(bucket, sizes.trained), copies * sizes.largest)
-
-
-def kept_gathered(config: Mapping[str, Any]) -> int:
-    """Return how many values ZeRO-3 leaves gathered from the forward to the backward, since they come up again soon.
-
-    From a weight's forward to its backward, each later weight is used twice, so half of the distance counts. Prefetched
-    values are not released either.
-    """
-    return max(zero_number(config, "max_reuse_distance") // 2, zero_number(config, "prefetch_bucket_size"))
-
-
-def zero_number(config: Mapping[str, Any], key: str) -> int:
+def _zero_number(config: Mapping[str, Any], key: str) -> int:
     """Return a number of `zero_optimization`, also where the file calls it `stage3_...`, or DeepSpeed's default."""
     values = [value_at(config, f"zero_optimization.{name}") for name in (key, f"stage3_{key}")]
     return int(next((value for value in values if value is not None), _DEFAULTS[key]))

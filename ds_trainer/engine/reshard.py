@@ -112,12 +112,6 @@ def slices(engine: Engine) -> Iterator[Slice]:
                 start += size
 
 
-def stepping(engine: Engine) -> list[torch.optim.Optimizer]:
-    """Return torch's optimizer; under ZeRO 3 with `offload_optimizer.ratio` those of the host and of the GPU."""
-    on_gpu = getattr(engine.optimizer, "backup_optimizer", None)
-    return [_base(engine), *([on_gpu] if on_gpu is not None else [])]
-
-
 def set_scaler(optimizer: Any, saved: Mapping[str, Any] | None) -> None:
     """Set the states of a dynamic loss scale; its settings stay those of the engine file."""
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)

@@ -88,18 +88,13 @@ def load_model(source: str | Path, kind: HeadKind, labels: Sequence[str], pad_to
         )
         return model
     pretrained.check_head_is_whole(source, model, info)
-    if labels:
-        _adopt_head(source, model, head, labels)
-    return model
-
-
-def _adopt_head(source: str | Path, model: Any, head: Sequence[str], labels: Sequence[str]) -> None:
-    places = _head_order(source, head, labels)
+    places = _head_order(source, head, labels) if labels else []
     if places is None:
         names = "are unnamed" if unnamed(head) else f"are {', '.join(head)}"
         distributed.warn(f"{source}: the head's classes {names}; they are taken for {', '.join(labels)}, in order")
     elif places != sorted(places):
         _reorder(model, places)
+    return model
 
 
 def _head_order(source: str | Path, head: Sequence[str], labels: Sequence[str]) -> list[int] | None:
@@ -120,14 +115,9 @@ def _head_order(source: str | Path, head: Sequence[str], labels: Sequence[str]) 
 @torch.no_grad()
 def _reorder(model: Any, order: list[int]) -> None:
     """Permute the outputs of the classifier's last linear layer."""
-    prefix = f"{model.base_model_prefix}."
-    heads = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not name.startswith(prefix) and module.out_features == len(order)
-    ]
-    assert heads, f"{type(model).__name__} has no linear head"
-    for parameter in heads[-1].parameters():
+    outside = (module for name, module in model.named_modules() if not name.startswith(f"{model.base_model_prefix}."))
+    linears = [module for module in outside if isinstance(module, nn.Linear) and module.out_features == len(order)]
+    for parameter in linears[-1].parameters():
         parameter.copy_(parameter[order].clone())
 
 

@@ -6,12 +6,13 @@ listed in `shrunk_model.py`, since that file is copied into model folders; this 
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.models.shrunk_model import (  # noqa: F401 - for the whole library
@@ -24,6 +25,7 @@ from ds_trainer.models.shrunk_model import (  # noqa: F401 - for the whole libra
     is_emptied,
     layers_of,
     out_features,
+    shrunk_class,
     sizes_of,
     whole_class,
     whole_heads,
@@ -56,32 +58,42 @@ def encoder_linears(model: nn.Module, patterns: Sequence[str] | None = None) -> 
     """Return the linear layers inside the model's layers, by name, or those that match one of the patterns.
 
     Embeddings, pooler and heads are never among them. A pattern that matches none is a UserError, and so are layers
-    most of whose matrices are elsewhere, unless patterns choose.
+    with more than a few matrices elsewhere, unless patterns choose.
     """
-    layers = encoder_layers(model)
-    linears = _linears(layers)
+    linears, elsewhere = _matrices(model)
     if not linears:
         raise UserError(f"the layers of {type(model).__name__} hold no linear layer: there is nothing to mask")
     if patterns is None:
-        _check_elsewhere(model, layers, linears)
-    for pattern in patterns or ():
+        _check_elsewhere(model, linears, elsewhere)
+        return linears
+    for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linears):
-            first = next(filter(None, (_linears({name: layer}) for name, layer in layers.items())))
+            layer = next(prefix for prefix in encoder_layers(model) if any(n.startswith(f"{prefix}.") for n in linears))
+            first = ", ".join(name for name in linears if name.startswith(f"{layer}."))
             raise UserError(
-                f'modules: "{pattern}" matches no linear layer of the encoder. The first layer has: ' + ", ".join(first)
+                f'modules: "{pattern}" matches no linear layer of the encoder. The first layer has: {first}'
             )
-    return {
-        name: linear
-        for name, linear in linears.items()
-        if patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    return {name: linear for name, linear in linears.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
-def without_pooler_of(model: Any, made: Any) -> Any:
-    """Return `made` without the pooling layer that `model` lacks: a config does not say `add_pooling_layer=False`."""
-    if getattr(model, "pooler", model) is None:
+def build_like(model: Any, config: Any) -> Any:
+    """Build a model of another config, as `model` is: of its class and precision, without a pooler where it has none.
+
+    Its weights are not initialised: they must all be loaded. Under `torch.device("meta")` it has shapes alone.
+    """
+    base = whole_class(model)
+    with no_init_weights():
+        made = (shrunk_class(base) if getattr(config, FIELD, None) else base)(config)
+    made.tie_weights()
+    if getattr(model, "pooler", model) is None:  # no config says `add_pooling_layer=False`
         made.pooler = None
-    return made
+    return made.to(model.dtype)
+
+
+def shapes_like(model: Any, config: Any) -> dict[str, torch.Size]:
+    """Return the shapes of the weights, by name, of a model of another config that `build_like` builds."""
+    with torch.device("meta"):
+        return {name: weight.shape for name, weight in build_like(model, config).state_dict().items()}
 
 
 def swap(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
@@ -135,11 +147,19 @@ def count_weights(model: nn.Module) -> dict[str, Any]:
     The encoder counts the matrices of its layers, as papers on pruning do; the model counts every parameter.
     A model whose config has `shrunk` also gets the `sizes` of its layers, and its totals `before` it was cut.
     """
-    layers = {name: _nonzero(weight) for name, weight in _weights(encoder_layers(model)).items()}
+
+    def counted(weights: Iterable[Tensor]) -> list[dict[str, int]]:
+        return [{"kept": int(weight.count_nonzero()), "total": weight.numel()} for weight in weights]
+
+    def summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+        return {key: sum(count[key] for count in counts) for key in ("kept", "total")}
+
+    weights = _encoder_weights(model)
+    layers = dict(zip(weights, counted(weights.values()), strict=True))
     counts: dict[str, Any] = {
         "layers": layers,
-        "encoder": _sums([*layers.values()]),
-        "model": _sums([*map(_nonzero, model.parameters())]),
+        "encoder": summed([*layers.values()]),
+        "model": summed(counted(model.parameters())),
     }
     if getattr(getattr(model, "config", None), FIELD, None):
         counts |= {"sizes": sizes_of(model), "before": whole_totals(model)}
@@ -160,23 +180,22 @@ def whole_totals(model: Any) -> dict[str, Any]:
         config = copy.deepcopy(model.config)
         delattr(config, FIELD)
         with torch.device("meta"):
-            model = without_pooler_of(model, whole_class(model)(config))
-    layers = {name: weight.numel() for name, weight in _weights(encoder_layers(model)).items()}
+            model = build_like(model, config)
+    layers = {name: weight.numel() for name, weight in _encoder_weights(model).items()}
     everything = sum(parameter.numel() for parameter in model.parameters())
     return {"layers": layers, "encoder": sum(layers.values()), "model": everything}
 
 
-def _check_elsewhere(model: nn.Module, layers: Mapping[str, nn.Module], linears: Mapping[str, AnyLinear]) -> None:
-    """Raise UserError where more than a few of the matrices are outside of the linear layers, and warn of a few."""
-    elsewhere = {name: weight.numel() for name, weight in _elsewhere(layers).items()}
+def _check_elsewhere(model: nn.Module, linears: Mapping[str, AnyLinear], elsewhere: Mapping[str, Tensor]) -> None:
+    """Raise UserError where more than a few of the weights are outside of the linear layers, and warn of a few."""
     if not elsewhere:
         return
-    others = sum(elsewhere.values())
+    others = sum(weight.numel() for weight in elsewhere.values())
     share = others / (others + sum(linear.weight.numel() for linear in linears.values()))
     message = (
         f"{share:.1%} of the weights in the matrices of {type(model).__name__}'s layers are in no linear layer, such "
-        f"as {max(elsewhere, key=lambda name: elsewhere[name])}, and would stay whole, since only linear layers get "
-        "zeros"
+        f"as {max(elsewhere, key=lambda name: elsewhere[name].numel())}, and would stay whole, since only linear "
+        "layers get zeros"
     )
     if share > _MOST_ELSEWHERE:
         raise UserError(
@@ -186,38 +205,25 @@ def _check_elsewhere(model: nn.Module, layers: Mapping[str, nn.Module], linears:
     distributed.warn(message)
 
 
-def _elsewhere(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Return the matrices of the layers, by name, that are neither a linear layer's nor embeddings.
+def _encoder_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return all matrices of the layers but embeddings; those of linear layers have the names of these."""
+    linears, elsewhere = _matrices(model)
+    return {name: linear.weight for name, linear in linears.items()} | elsewhere
+
+
+def _matrices(model: nn.Module) -> tuple[dict[str, AnyLinear], dict[str, Tensor]]:
+    """Return the linear layers inside the model's layers, and all other matrices there but embeddings, by name.
 
     transformers keeps the experts of a mixture in one parameter of three dimensions, for example.
     """
-    return {
-        f"{prefix}.{name}.{kind}": weight
-        for prefix, layer in layers.items()
-        for name, module in layer.named_modules()
-        if not isinstance(module, AnyLinear | nn.Embedding)
-        for kind, weight in module.named_parameters(recurse=False)
-        if sum(size > 1 for size in weight.shape) > 1
-    }
-
-
-def _weights(layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Return all matrices of the layers but embeddings; those of linear layers have the names of these."""
-    return {name: linear.weight for name, linear in _linears(layers).items()} | _elsewhere(layers)
-
-
-def _linears(layers: Mapping[str, nn.Module]) -> dict[str, AnyLinear]:
-    return {
-        f"{prefix}.{name}": module
-        for prefix, layer in layers.items()
-        for name, module in layer.named_modules()
-        if isinstance(module, AnyLinear)
-    }
-
-
-def _nonzero(weight: Tensor) -> dict[str, int]:
-    return {"kept": int(weight.count_nonzero()), "total": weight.numel()}
-
-
-def _sums(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {key: sum(count[key] for count in counts) for key in ("kept", "total")}
+    linears: dict[str, AnyLinear] = {}
+    elsewhere: dict[str, Tensor] = {}
+    for prefix, layer in encoder_layers(model).items():
+        for name, module in layer.named_modules(prefix=prefix):
+            if isinstance(module, AnyLinear):
+                linears[name] = module
+            elif not isinstance(module, nn.Embedding):
+                for kind, weight in module.named_parameters(recurse=False):
+                    if sum(size > 1 for size in weight.shape) > 1:
+                        elsewhere[f"{name}.{kind}"] = weight
+    return linears, elsewhere

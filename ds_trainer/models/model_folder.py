@@ -23,15 +23,14 @@ from ds_trainer.ranks.failures import UserError
 
 COMPACT_FILE = "model.compact.safetensors"
 """The weights of a compact folder, which `compact.py` writes and reads."""
-_SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_SAFE, _PICKLE, _INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
 _MOST_BYTES = 256 << 20
 """The size limit of a folder's JSON files: the tokenizer of 256,000 words has 35 MiB."""
 _KERNEL_FIELDS = {"attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"}
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a model that is no path on this machine can be one of the hub: `model` or `owner/model`."""
+    """Return whether a model that is no path on this machine can be one of the hub: `model` or `owner/model`."""
     # os.path, since pathlib raises where a name is too long for the file system
     is_path = name.startswith((".", "/", "~")) or CHECKPOINT.fullmatch(os.path.basename(name))
     return not is_path and not os.path.exists(name) and name.count("/") <= 1
@@ -41,16 +40,13 @@ def nearest_folder(name: str) -> str:
     """Say in brackets which folder of this machine is spelled most like a path that is none; "" where none is."""
     place = Path()
     for part in Path(name).parts:
+        near = [part]
         if not os.path.isdir(place / part):
-            names: list[str] = []
             with contextlib.suppress(OSError):  # it may not be read
-                names = [entry.name for entry in os.scandir(place) if entry.is_dir()]
-            near = difflib.get_close_matches(part, names, 1)
-            if not near:
-                return ""
-            place /= near[0]
-        else:
-            place /= part
+                near = difflib.get_close_matches(part, [entry.name for entry in os.scandir(place) if entry.is_dir()], 1)
+        if not near or not os.path.isdir(place / near[0]):
+            return ""
+        place /= near[0]
     return f" (the nearest is {place})"
 
 
@@ -110,32 +106,32 @@ def read_config(folder: Path, trust: Trust) -> dict[str, Any]:
 
 
 def is_compact(folder: Path) -> bool:
-    """Whether a folder's weights are in a compact file alone."""
+    """Return whether a folder's weights are in a compact file alone."""
     return (folder / COMPACT_FILE).is_file() and not has_safetensors(folder)
 
 
 def has_safetensors(folder: Path) -> bool:
-    return (folder / _SAFE).is_file() or (folder / _SAFE_INDEX).is_file()
+    return (folder / _SAFE).is_file() or (folder / f"{_SAFE}{_INDEX}").is_file()
 
 
 def _weight_files(folder: Path, trust: Trust) -> list[Path]:
-    """The files that the weights are read from; UserError where there are none, or some are missing."""
+    """Return the files that the weights are read from; UserError where there are none, or some are missing."""
     if is_compact(folder):
         return [folder / COMPACT_FILE]
-    forms = [(_SAFE, _SAFE_INDEX), *([(_PICKLE, _PICKLE_INDEX)] if trust.allow_pickle else [])]
-    for whole, index in forms:
+    forms = (_SAFE, _PICKLE) if trust.allow_pickle else (_SAFE,)
+    for whole in forms:
         if (folder / whole).is_file():
             return [folder / whole]
-        if (folder / index).is_file():
-            return _shards(folder, folder / index, Path(whole).suffix)
-    named = " or ".join(whole for whole, _ in forms)
+        if (folder / f"{whole}{_INDEX}").is_file():
+            return _shards(folder, folder / f"{whole}{_INDEX}", Path(whole).suffix)
+    named = " or ".join(forms)
     pickles = not trust.allow_pickle and any(folder.glob("*.bin"))
     hint = ", and the .bin files are pickles: convert them, or give --allow_pickle" if pickles else ""
     raise UserError(f"the model folder {folder} has no weights: it has no {named}{hint}")
 
 
 def _shards(folder: Path, index: Path, suffix: str) -> list[Path]:
-    """The files that an index names. Outside of the folder, or of another kind, they could be anything."""
+    """Return the files that an index names. Outside of the folder, or of another kind, they could be anything."""
     with as_user_error(f"{index} has no weight_map of names and files"):
         names = sorted({str(name) for name in read_value(index)["weight_map"].values()})
     absent = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
@@ -146,7 +142,7 @@ def _shards(folder: Path, index: Path, suffix: str) -> list[Path]:
 
 
 def _names_kernel(value: Any) -> bool:
-    """Whether a config's value, at any depth, chooses an implementation that is a repository of the hub."""
+    """Return whether a config's value, at any depth, chooses an implementation that is a repository of the hub."""
     if isinstance(value, dict):
         chosen = (inner for name, inner in value.items() if name in _KERNEL_FIELDS)
         return any("/" in json.dumps(inner) for inner in chosen) or any(map(_names_kernel, value.values()))

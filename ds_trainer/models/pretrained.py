@@ -50,7 +50,7 @@ class HeadKind:
         return known if isinstance(known, tuple) else (known,)
 
     def trained_in(self, config: Any) -> bool:
-        """Whether this config claims that its folder holds a trained head of this kind."""
+        """Return whether this config claims that its folder holds a trained head of this kind."""
         names = self.others | {known.__name__ for known in self.classes(config)}
         return not names.isdisjoint(config.architectures or [])
 
@@ -113,7 +113,7 @@ def identity_of(source: str | Path) -> str:
 
 
 def input_names(config: Any, kind: HeadKind) -> set[str]:
-    """The tensors that the model of this config takes; token types only where it distinguishes two texts by them."""
+    """Return the names of the tensors that the model takes; token types only where it tells two texts apart by them."""
     names = set(inspect.signature(kind.classes(config)[0].forward).parameters)
     return names if getattr(config, "type_vocab_size", 0) > 1 else names - {"token_type_ids"}
 
@@ -193,7 +193,7 @@ def load_trained(source: str | Path, kinds: Sequence[HeadKind] = TRAINED) -> Any
 
 
 def unfilled_weights(info: dict[str, Any]) -> list[str]:
-    """The names of the weights that are random, since they are missing in the folder or of another shape."""
+    """Return the names of the weights that are random, since they are missing in the folder or of another shape."""
     return sorted({*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])})
 
 
@@ -241,7 +241,7 @@ def check_fits(model: Any, tokenizer: Any, max_seq_length: int) -> None:
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """The id of the padding token; a tokenizer without one pads with its end of text from then on."""
+    """Return the id of the padding token; a tokenizer without one pads with its end of text from then on."""
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has neither a padding token nor an end of text: give it a pad_token")
@@ -270,7 +270,7 @@ def tokenizer_state(tokenizer: Any) -> Any:
 
 
 def positions_of(model: Any) -> int | None:
-    """The number of tokens that a sequence may have; None where the model only knows relative positions."""
+    """Return the number of tokens that a sequence may have; None where the model only knows relative positions."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES:
             # RoBERTa counts from behind its padding index
@@ -317,7 +317,7 @@ def _learn_own_class(source: str | Path, config: Any, kind: HeadKind) -> None:
 
 
 def _shrunk_class(config: Any, kind: HeadKind) -> Any:
-    """The class of `shrunk_model.py` for a config with sizes of layers that were cut, None for any other config.
+    """Return the class of `shrunk_model.py` for a config with sizes of layers that were cut, None for any other config.
 
     The folder's copy of that file is never run.
     """

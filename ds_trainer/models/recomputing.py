@@ -16,7 +16,7 @@ _RECOMPUTING = ContextVar("recomputing", default=False)
 
 
 def is_recomputing() -> bool:
-    """Whether this forward of a layer is the second one, in a backward."""
+    """Return whether this forward of a layer is the second one, in a backward."""
     return _RECOMPUTING.get()
 
 

@@ -8,7 +8,7 @@ Such constants are added to the outer layer's bias, if it has one. The model's o
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.models import shrunk_model
-from ds_trainer.models.layers import FIELD, SIZES_OF, Block, blocks_of, layers_of, rows_of, without_pooler_of
+from ds_trainer.models.layers import FIELD, SIZES_OF, Block, blocks_of, build_like, layers_of, rows_of
 from ds_trainer.ranks.failures import UserError
 
 _ACTIVATIONS = ("intermediate_act_fn", "activation", "act", "act_fn")
@@ -36,17 +36,15 @@ class NothingToCutError(UserError):
 class _Selection:
     """The decisions that a block keeps, in order, and the constant that the others add to the outer layer's bias."""
 
+    index: int
     layer: str
     block: Block
     whole: int
     keep: Tensor
     constant: Tensor | None
 
-    def name(self, module: str) -> str:
-        return f"{self.layer}.{module}"
-
     def places(self, features: int, parts: int) -> Tensor:
-        """Return the places of the inputs or outputs that a linear layer of so many `features` keeps."""
+        """Return which of its `features`, inputs or outputs, a linear layer keeps."""
         places = torch.arange(features, device=self.keep.device)
         return places.view(parts, self.whole, -1)[:, self.keep].flatten()
 
@@ -63,16 +61,6 @@ def check_known(model: Any) -> None:
 
 
 @torch.no_grad()
-def kept(model: Any) -> dict[str, list[list[int]]]:
-    """Return the numbers of the heads (groups that share a key and a value) and neurons that contribute.
-
-    {"heads": a list for each layer, "neurons": likewise}. UserError where the model's family is unknown.
-    """
-    check_known(model)
-    return _kept(shrunk_model.sizes_of(model), _selections(model))
-
-
-@torch.no_grad()
 def shrink(model: Any) -> Any:
     """Return a new model that holds only the heads and neurons that contribute; the given one stays as it is.
 
@@ -84,52 +72,98 @@ def shrink(model: Any) -> Any:
     config lists them in `shrunk`, and the class is one of `shrunk_model.py`. NothingToCutError where everything
     contributes; UserError where the model's family is unknown.
     """
-    check_known(model)
-    selections = list(_selections(model))
-    before = shrunk_model.sizes_of(model)
-    sizes = {name: [len(numbers) for numbers in layers] for name, layers in _kept(before, selections).items()}
-    if sizes == before:
+    selections, sizes = _selections(model), shrunk_model.sizes_of(model)
+    if all(len(selection.keep) == selection.whole for selection in selections):
         raise NothingToCutError(
             "nothing to cut: no head and no neuron is wholly zero. Prune with the granularity head, neuron or hybrid; "
             "what is pruned weight by weight is made small by --compact"
         )
-    shrunk = without_pooler_of(model, _unfilled(model, sizes))
-    _fill(shrunk, model, dict(change for _, selection in selections for change in _changed(model, selection)))
+    for selection in selections:
+        sizes[SIZES_OF[selection.block.kind]][selection.index] = len(selection.keep)
+    config = copy.deepcopy(model.config)
+    setattr(config, FIELD, sizes)
+    shrunk = build_like(model, simplest_config(model, config)).to(model.device)
+    state = model.state_dict()
+    for selection in selections:
+        state |= _changed(model, selection)
+    # a block that this cut empties keeps a matrix without entries, which the whole model does not have
+    empty = {name: weight for name, weight in shrunk.state_dict().items() if not weight.numel()}
+    shrunk.load_state_dict({name: state[name] for name in shrunk.state_dict() if name not in empty} | empty)
     if model.can_generate():
         shrunk.generation_config = copy.deepcopy(model.generation_config)
     return shrunk.train(model.training)
 
 
-def _selections(model: Any) -> Iterator[tuple[int, _Selection]]:
-    """Yield the selection of each block that is not empty already, with the number of its layer."""
+def simplest_config(model: Any, config: Any) -> Any:
+    """Return a config with `shrunk` as a plain one, where a plain model of the family has the same shapes."""
+    plain = plain_config(config, getattr(config, FIELD))
+    if plain is None:
+        return config
+    with torch.device("meta"):
+        try:
+            whole = build_like(model, plain)
+        except ValueError:  # BERT's heads, for example, must divide the width
+            return config
+        return plain if _shapes(whole) == _shapes(build_like(model, config)) else config
+
+
+def plain_config(config: Any, sizes: Mapping[str, Sequence[int]]) -> Any | None:
+    """Return a config without `shrunk` for these sizes; None where layers differ or are empty, or it is refused."""
+    if any(len(set(counts)) > 1 or 0 in counts for counts in sizes.values()):
+        return None
+    plain = copy.deepcopy(config)
+    for name in (FIELD, "auto_map"):
+        if hasattr(plain, name):
+            delattr(plain, name)
+    heads, whole = sizes["heads"][0], shrunk_model.whole_heads(config)
+    if heads != whole:
+        plain.head_dim = head_width(config)
+        plain.num_attention_heads = config.num_attention_heads // whole * heads
+        if getattr(config, "num_key_value_heads", None):
+            plain.num_key_value_heads = heads
+    for name in _NEURON_FIELDS:
+        if hasattr(config, name):
+            setattr(plain, name, sizes["neurons"][0])
+    try:
+        type(plain).from_dict(plain.to_dict())
+    except (ValueError, StrictDataclassError):  # for example heads that do not divide the width
+        return None
+    return plain
+
+
+def head_width(config: Any) -> int:
+    """Return the width of one head, which only some families' configs say."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _shapes(model: Any) -> Any:
+    """Return what must agree for weights to mean the same: their shapes, and the width of a head."""
+    layers = [dict(layer.named_modules()) for layer in layers_of(model).values()]
+    cores = [modules.get(block.core) for modules in layers for block in blocks_of(modules[""])]
+    widths = [getattr(core, "head_dim", None) or getattr(core, "attention_head_size", None) for core in cores]
+    return {name: weight.shape for name, weight in model.state_dict().items()}, widths
+
+
+def _selections(model: Any) -> list[_Selection]:
+    """Return the selection of each block that is not empty already."""
+    check_known(model)
+    selections = []
     for index, (name, layer) in enumerate(layers_of(model).items()):
         for block in blocks_of(layer):
-            if not shrunk_model.is_emptied(layer.get_submodule(block.core)):
-                yield index, _selection(name, layer, block, model.config)
-
-
-def _kept(
-    sizes: Mapping[str, Sequence[int]], selections: Iterable[tuple[int, _Selection]]
-) -> dict[str, list[list[int]]]:
-    """Return the numbers that remain of each layer's `sizes`: all of them in a block that cannot be cut."""
-    numbers = {name: [list(range(size)) for size in layers] for name, layers in sizes.items()}
-    for index, selection in selections:
-        numbers[SIZES_OF[selection.block.kind]][index] = selection.keep.tolist()
-    return numbers
-
-
-def _selection(name: str, layer: nn.Module, block: Block, config: Any) -> _Selection:
-    outer: Any = layer.get_submodule(block.outer)
-    whole = shrunk_model.decisions_of(block, layer, config)
-    columns = rows_of(outer.weight, type(outer))
-    constants = _constants(block, layer, whole)
-    # an outer layer without a bias can take in no constant but zero
-    known = ~constants.isnan() if outer.bias is not None else constants == 0
-    gone = ((columns == 0).all(0) | known).view(whole, -1).all(1)
-    lost = gone.repeat_interleave(columns.shape[1] // whole) & known & (constants != 0)
-    # in fp64: the sum over thousands of neurons is rounded only once, when it is added to the bias
-    constant = columns[:, lost].double() @ constants[lost].double() if lost.any() else None
-    return _Selection(name, block, whole, (~gone).nonzero().flatten(), constant)
+            if shrunk_model.is_emptied(layer.get_submodule(block.core)):
+                continue
+            outer: Any = layer.get_submodule(block.outer)
+            whole = shrunk_model.decisions_of(block, layer, model.config)
+            columns = rows_of(outer.weight, type(outer))
+            constants = _constants(block, layer, whole)
+            # an outer layer without a bias can take in no constant but zero
+            known = ~constants.isnan() if outer.bias is not None else constants == 0
+            gone = ((columns == 0).all(0) | known).view(whole, -1).all(1)
+            lost = gone.repeat_interleave(columns.shape[1] // whole) & known & (constants != 0)
+            # in fp64: the sum over thousands of neurons is rounded only once, when it is added to the bias
+            constant = columns[:, lost].double() @ constants[lost].double() if lost.any() else None
+            selections.append(_Selection(index, name, block, whole, (~gone).nonzero().flatten(), constant))
+    return selections
 
 
 def _constants(block: Block, layer: nn.Module, whole: int) -> Tensor:
@@ -157,96 +191,21 @@ def _constant_parts(linear: Any, parts: int) -> tuple[Tensor, ...]:
     return torch.where((rows == 0).all(1), bias.float(), math.nan).chunk(parts)
 
 
-def _changed(model: Any, selection: _Selection) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a block that a selection changes, by name."""
-    block = selection.block
-    outer = model.get_submodule(selection.name(block.outer))
+def _changed(model: Any, selection: _Selection) -> dict[str, Tensor]:
+    """Return the weights of a block that a selection changes, by name."""
+    block, changed = selection.block, dict[str, Tensor]()
+    outer_name = f"{selection.layer}.{block.outer}"
+    outer = model.get_submodule(outer_name)
     if selection.constant is not None:
-        yield selection.name(f"{block.outer}.bias"), (outer.bias + selection.constant).to(outer.bias.dtype)
+        changed[f"{outer_name}.bias"] = (outer.bias + selection.constant).to(outer.bias.dtype)
     if len(selection.keep) in (0, selection.whole):  # an empty block has no matrices
-        return
-    for name in block.inner:
-        linear = model.get_submodule(selection.name(name))
+        return changed
+    for name in (f"{selection.layer}.{inner}" for inner in block.inner):
+        linear = model.get_submodule(name)
         places = selection.places(shrunk_model.out_features(linear), block.parts)
-        yield selection.name(f"{name}.weight"), linear.weight.index_select(int(isinstance(linear, Conv1D)), places)
+        changed[f"{name}.weight"] = linear.weight.index_select(int(isinstance(linear, Conv1D)), places)
         if linear.bias is not None:
-            yield selection.name(f"{name}.bias"), linear.bias.index_select(0, places)
+            changed[f"{name}.bias"] = linear.bias.index_select(0, places)
     places = selection.places(shrunk_model.in_features(outer), 1)
-    yield selection.name(f"{block.outer}.weight"), outer.weight.index_select(int(isinstance(outer, nn.Linear)), places)
-
-
-def _unfilled(model: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
-    """Build a model of these sizes on the "meta" device: a plain one where its config can express them."""
-    config = copy.deepcopy(model.config)
-    setattr(config, FIELD, {name: list(counts) for name, counts in sizes.items()})
-    return on_meta(shrunk_model.whole_class(model), config)
-
-
-def on_meta(base: Any, config: Any) -> Any:
-    """Build the model of a config with `shrunk` on the "meta" device, as the plain class `base` where it can be one."""
-    with torch.device("meta"):
-        shrunk = shrunk_model.shrunk_class(base)(config)
-        said = plain_config(config, getattr(config, FIELD))
-        if said is None:
-            return shrunk
-        try:
-            plain = base(said)
-        except ValueError:  # BERT's heads, for example, must divide the width
-            return shrunk
-    # some families read the sizes otherwise: BERT's heads become wider where there are fewer of them
-    return plain if _shapes(plain) == _shapes(shrunk) else shrunk
-
-
-def plain_config(config: Any, sizes: Mapping[str, Sequence[int]]) -> Any:
-    """Return a plain config of these sizes; None where layers differ or are empty, or transformers refuses it."""
-    if any(len(set(counts)) > 1 or 0 in counts for counts in sizes.values()):
-        return None
-    plain = copy.deepcopy(config)
-    for name in (FIELD, "auto_map"):
-        if hasattr(plain, name):
-            delattr(plain, name)
-    heads, whole = sizes["heads"][0], shrunk_model.whole_heads(config)
-    if heads != whole:
-        plain.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        plain.num_attention_heads = config.num_attention_heads // whole * heads
-        if getattr(config, "num_key_value_heads", None):
-            plain.num_key_value_heads = heads
-    for name in _NEURON_FIELDS:
-        if hasattr(config, name):
-            setattr(plain, name, sizes["neurons"][0])
-    try:
-        type(plain).from_dict(plain.to_dict())
-    except (ValueError, StrictDataclassError):  # for example heads that do not divide the width
-        return None
-    return plain
-
-
-def _shapes(model: Any) -> Any:
-    """Return what must agree for weights to mean the same: their shapes, and the width of a head."""
-    layers = [dict(layer.named_modules()) for layer in layers_of(model).values()]
-    cores = [modules.get(block.core) for modules in layers for block in blocks_of(modules[""])]
-    widths = [getattr(core, "head_dim", None) or getattr(core, "attention_head_size", None) for core in cores]
-    return {name: weight.shape for name, weight in model.state_dict().items()}, widths
-
-
-def _fill(target: Any, source: Any, changed: Mapping[str, Tensor]) -> None:
-    """Copy the source's weights into the target, `changed` ones instead where given. Tied weights stay tied."""
-    made: dict[int, Any] = {}
-    weights = dict(source.named_parameters(remove_duplicate=False))
-    for name, _ in list(target.named_parameters(remove_duplicate=False)):
-        weight = weights[name]
-        if id(weight) not in made:
-            values = changed[name] if name in changed else weight.detach().clone()
-            made[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
-        # assigned, not copied: the target lies on the "meta" device and has no memory to copy into
-        _owner(target, name)._parameters[name.rpartition(".")[2]] = made[id(weight)]
-    buffers = dict(source.named_buffers(remove_duplicate=False))
-    device = next(iter(weights.values())).device
-    for name, empty in list(target.named_buffers(remove_duplicate=False)):
-        # the empty matrix of a block that this cut has emptied is no buffer of the source
-        values = buffers[name].detach().clone() if name in buffers else torch.empty_like(empty, device=device)
-        _owner(target, name)._buffers[name.rpartition(".")[2]] = values
-
-
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    return model.get_submodule(name.rpartition(".")[0])
+    changed[f"{outer_name}.weight"] = outer.weight.index_select(int(isinstance(outer, nn.Linear)), places)
+    return changed

@@ -192,7 +192,7 @@ def whole_class(model: Any) -> Any:
 
 
 def is_emptied(core: Any) -> bool:
-    """Whether the block of this core is empty. Compares names, since every folder brings a copy of the class."""
+    """Return whether the block of this core is empty. Compares names, since every folder brings a copy of the class."""
     return any(base.__name__ == "Emptied" for base in type(core).__mro__)
 
 
@@ -340,7 +340,7 @@ def _head_width(core: Any) -> int:
 
 
 def _are_apart(block: Block, core: Any) -> bool:
-    """Whether each decision can be cut by itself: weights beside the linear layers are one head's, shared by all."""
+    """Return whether each decision can be cut by itself: other weights than the linear layers' must be one head's."""
     linears = tuple(f"{name.removeprefix(f'{block.core}.')}." for name in (*block.inner, block.outer))
     others = [weight for name, weight in core.named_parameters() if not name.startswith(linears)]
     if block.kind == "feed_forward":

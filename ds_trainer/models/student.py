@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_trainer.config.recipe import StudentSpec
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.models.folders import create_folder, save_folder
-from ds_trainer.models.layers import FIELD, encoder_layers, whole_class, without_pooler_of
+from ds_trainer.models.layers import FIELD, build_like, encoder_layers, shapes_like
 from ds_trainer.models.pretrained import (
     HEADLESS,
     HeadKind,
@@ -26,7 +26,7 @@ from ds_trainer.models.pretrained import (
     load_tokenizer,
     unfilled_weights,
 )
-from ds_trainer.models.shrink import on_meta
+from ds_trainer.models.shrink import simplest_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, first_line
 
@@ -79,19 +79,7 @@ def create_student(spec: StudentSpec, source: str | Path, target: Path, seed: in
         create_folder(spec.config, tokenizer, target, seed)
         return
     assert spec.layers is not None, "the spec has one of the two"
-    config = load_config(source, HEADLESS)
-    _check_layers(source, config, spec.layers)
-    if spec.model_type in (None, config.model_type):
-        student = with_layers(source, _load(source, config), spec.layers)
-    else:
-        _check_distilbert(source, config, spec.model_type)
-        student = _distilbert(source, _load(source, config), spec.layers)
-        # so that the saved tokenizer gives no token types, which DistilBERT does not take
-        tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
-    save_folder(student.to(dtype_of(source)), tokenizer, target)
-
-
-def _check_layers(source: str | Path, config: Any, layers: Sequence[int]) -> None:
+    config, layers = load_config(source, HEADLESS), spec.layers
     count = getattr(config, "num_hidden_layers", None)
     if count is None:
         raise UserError(f"the config of {source} ({config.model_type}) counts no layers: use student.config instead")
@@ -100,27 +88,32 @@ def _check_layers(source: str | Path, config: Any, layers: Sequence[int]) -> Non
             f"student.layers is {list(layers)}: {source} has {count} layers, name some of 0 to {count - 1} in rising "
             f"order, each once"
         )
+    if spec.model_type in (None, config.model_type):
+        student = with_layers(source, _load(source, config), layers)
+    else:
+        _check_distilbert(source, config, spec.model_type)
+        student = _distilbert(source, _load(source, config), layers)
+        # so that the saved tokenizer gives no token types, which DistilBERT does not take
+        tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
+    save_folder(student.to(dtype_of(source)), tokenizer, target)
 
 
 def _check_distilbert(source: str | Path, config: Any, model_type: str | None) -> None:
-    """Refuse all that cannot be copied into DistilBERT, and another family than it."""
-    if (config.model_type, model_type) != ("bert", "distilbert"):
-        raise UserError(
-            f'student.model_type is "{model_type}", and {source} is a {config.model_type} model. Layers are copied '
-            f'into the same family (leave model_type out) and from bert into "distilbert": for any other use '
-            f"student.config instead"
-        )
+    """Raise UserError for what cannot be copied into DistilBERT, and for another family than it."""
     kind = next(iter(config.architectures or []), "")
-    faults = {
-        "was shrunk, and a DistilBERT has layers of one size": getattr(config, FIELD, None),
-        f"has a layer_norm_eps of {config.layer_norm_eps}, and DistilBERT's is always 1e-12": (
-            config.layer_norm_eps != 1e-12
-        ),
-        f"is a {kind}, and only these are copied into DistilBERT: {', '.join(_DISTILBERT)}": kind not in _DISTILBERT,
-    }
-    for fault, holds in faults.items():
-        if holds:
-            raise UserError(f"{source} {fault}: leave student.model_type out, or start from another model")
+    if (config.model_type, model_type) != ("bert", "distilbert"):
+        fault = (
+            f'is a {config.model_type} model, and student.model_type "{model_type}" can only be "distilbert" of bert'
+        )
+    elif getattr(config, FIELD, None):
+        fault = "was shrunk, and a DistilBERT has layers of one size"
+    elif config.layer_norm_eps != 1e-12:
+        fault = f"has a layer_norm_eps of {config.layer_norm_eps}, and DistilBERT's is always 1e-12"
+    elif kind not in _DISTILBERT:
+        fault = f"is a {kind}, and only these are copied into DistilBERT: {', '.join(_DISTILBERT)}"
+    else:
+        return
+    raise UserError(f"{source} {fault}: leave student.model_type out, or write a student.config")
 
 
 def _load(source: str | Path, config: Any) -> Any:
@@ -148,11 +141,10 @@ def _load(source: str | Path, config: Any) -> Any:
 
 def with_layers(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any:
     """Return a model of the teacher's class with these of its layers; `source` names the teacher in errors."""
-    config, model_class = config_of_layers(teacher.config, layers), type(teacher)
-    if getattr(config, FIELD, None):  # a plain config may say the sizes of these layers, though not of all
-        outline = on_meta(whole_class(teacher), config)
-        config, model_class = outline.config, type(outline)
-    student = without_pooler_of(teacher, model_class(config))
+    config = config_of_layers(teacher.config, layers)
+    if getattr(config, FIELD, None):  # a plain config may be able to say the sizes of these layers, though not of all
+        config = simplest_config(teacher, config)
+    student = build_like(teacher, config)
     _fill(source, student, _copied(teacher, layers), layers)
     if teacher.can_generate():
         student.generation_config = teacher.generation_config
@@ -160,15 +152,13 @@ def with_layers(source: str | Path, teacher: Any, layers: Sequence[int]) -> Any:
 
 
 def can_keep(teacher: Any, layers: Sequence[int]) -> bool:
-    """Whether `with_layers` can make a model of these layers: ModernBERT's, for example, differ by their place."""
-    with torch.device("meta"):
-        student = without_pooler_of(teacher, type(teacher)(config_of_layers(teacher.config, layers)))
-    shapes = {name: weight.shape for name, weight in student.state_dict().items()}
-    return shapes == {name: weight.shape for name, weight in _copied(teacher, layers).items()}
+    """Return whether `with_layers` can make a model of these layers: ModernBERT's differ by their place."""
+    copied = {name: weight.shape for name, weight in _copied(teacher, layers).items()}
+    return shapes_like(teacher, config_of_layers(teacher.config, layers)) == copied
 
 
 def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
-    """The config of these layers alone. Lists with an entry for each layer (`layer_types`, sizes) keep these entries.
+    """Return the config of these layers alone. Lists with an entry for each layer (`layer_types`, sizes) keep theirs.
 
     What a layer computes from its number (GPT-2's `scale_attn_by_inverse_layer_idx`) it computes from the new one.
     """
@@ -219,7 +209,7 @@ def _distilbert_name(name: str) -> str:
 
 
 def _copied(teacher: Any, layers: Sequence[int]) -> dict[str, Tensor]:
-    """The teacher's weights without those of the layers that are not chosen; the chosen ones are numbered anew."""
+    """Return the teacher's weights without those of layers that are not chosen; the chosen ones are numbered anew."""
     stem = next(iter(encoder_layers(teacher))).removesuffix("0")
     place = {str(old): str(new) for new, old in enumerate(layers)}
     state = {}

@@ -4,7 +4,6 @@ A debugger that attaches can run code as this user, so debugpy listens at 127.0.
 machine, forward the port by ssh. The other ranks wait for rank 0 as they always do, for at most `--timeout` seconds.
 """
 
-import importlib.util
 import os
 import time
 
@@ -16,28 +15,21 @@ _HOST = "127.0.0.1"
 _POLL = 0.2  # seconds
 
 
-def debug_port_mistakes(port: int | None) -> list[str]:
-    """Return why rank 0 cannot listen for a debugger, before `wait_for_debugger` tries the port."""
-    if port is None or not distributed.is_main():
-        return []
-    if importlib.util.find_spec("debugpy") is None:
-        return ["--debug_port needs debugpy, which is not installed: pip install debugpy"]
-    return [] if 1 <= port <= 65535 else [f"--debug_port is {port}: give a port from 1 to 65535"]
-
-
 def wait_for_debugger(port: int) -> None:
     """Listen at the port on rank 0 until a debugger has attached; do nothing on other ranks.
 
-    Raises UserError where the port is taken, and StoppedError where the launcher ends in the meantime.
+    Raises UserError where it cannot listen, and StoppedError where the launcher ends in the meantime.
     """
     if not distributed.is_main():
         return
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # it warns of breakpoints in Python's own modules
-    import debugpy
-
-    debugpy.configure(subProcess=False)  # nobody wants to attach to the compilers that DeepSpeed starts
     try:
+        import debugpy
+
+        debugpy.configure(subProcess=False)  # nobody wants to attach to the compilers that DeepSpeed starts
         debugpy.listen((_HOST, port))
+    except ImportError as error:
+        raise UserError("--debug_port needs debugpy, which is not installed: pip install debugpy") from error
     except (OSError, RuntimeError) as error:
         raise UserError(f"--debug_port {port} cannot be listened on at {_HOST}: {error}; give another") from error
     above = launchers()

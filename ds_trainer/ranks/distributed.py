@@ -23,7 +23,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from ds_trainer.ranks import attempts
 from ds_trainer.ranks.failures import OutOfMemoryError, StoppedError, UserError, ran_out
 
 if TYPE_CHECKING:
@@ -126,17 +125,31 @@ def start(timeout: int = TIMEOUT) -> None:
         share_threads()
         keep_freed_memory()
     if not torch.distributed.is_initialized():
-        _describe_lone_process()
+        if "RANK" not in os.environ:  # no launcher started this process, and DeepSpeed would look for MPI
+            _LONE.update(
+                RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+            )
+            os.environ.update(_LONE)
         seconds = timedelta(seconds=timeout)
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(distributed_c10d, name, seconds)
-        attempts.register()
         lock_kernels_by_process()
-        deepspeed.init_distributed(verbose=False, timeout=seconds, init_method=attempts.INIT_METHOD)
-        if not torch.cuda.is_available() and world_size() > 1:
-            from ds_trainer.ranks.shared_memory import share_memory
+        # a kernel that only inference uses: it takes minutes to compile, and each rank leaves 69 MB in shared memory
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+        with contextlib.suppress(RuntimeError):  # a notebook's second run has registered it already
+            torch.distributed.register_rendezvous_handler("attempt", _meet)
+        deepspeed.init_distributed(verbose=False, timeout=seconds, init_method="attempt://")
 
-            share_memory()
+
+def _meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    """Do what `env://` does, in a part of the store that is this attempt's.
+
+    torchrun keeps one store over its restarts, with the addresses and the notices of processes that are dead.
+    """
+    from torch.distributed import PrefixStore, rendezvous
+
+    for store, rank_in_store, world in rendezvous("env://", **options):
+        yield PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank_in_store, world
 
 
 class KernelLock:
@@ -179,20 +192,9 @@ def stop() -> None:
     _host_group.cache_clear()
     if dist.is_initialized():
         deepspeed.comm.destroy_process_group()  # after torch's function DeepSpeed would still use the old groups
-    free_shared_memory()
     for name in _LONE:  # or the next run, or a command that a notebook starts, would take them for a launcher's
         os.environ.pop(name, None)
     _LONE.clear()
-
-
-def free_shared_memory() -> None:
-    """Remove the file of 69 MB that DeepSpeed's CPU kernel makes in shared memory for each rank, and never removes."""
-    shared_memory_file(rank()).unlink(missing_ok=True)
-
-
-def shared_memory_file(of_rank: int) -> Path:
-    place = "_".join(map(str, (os.getuid(), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), of_rank)))
-    return Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}")
 
 
 def leave(code: int) -> NoReturn:
@@ -350,22 +352,12 @@ def mean(values: torch.Tensor) -> torch.Tensor:
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor over the ranks, on this rank's device."""
-    return _all_reduced(values, "SUM")
-
-
-def maximum(values: torch.Tensor) -> torch.Tensor:
-    """Return the element-wise maximum of a tensor over the ranks, on this rank's device."""
-    return _all_reduced(values, "MAX")
-
-
-def _all_reduced(values: torch.Tensor, operation: str) -> torch.Tensor:
-    """Reduce a copy on this rank's device over the ranks: NCCL has no collectives for tensors of the host."""
+    """Return the sum of a tensor over the ranks, on this rank's device; NCCL has no collective for the host's."""
     values = values.to(device(), copy=True)
     if world_size() > 1:
         import torch.distributed as dist
 
-        dist.all_reduce(values, op=getattr(dist.ReduceOp, operation))
+        dist.all_reduce(values)
     return values
 
 
@@ -374,11 +366,3 @@ def free_port() -> int:
     with socket.socket() as any_socket:
         any_socket.bind(("", 0))
         return int(any_socket.getsockname()[1])
-
-
-def _describe_lone_process() -> None:
-    """Describe a process that no launcher started as a world of one; otherwise DeepSpeed would look for MPI."""
-    if "RANK" not in os.environ:
-        port = free_port()
-        _LONE.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        os.environ.update(_LONE)

@@ -1,16 +1,16 @@
 """Surround work that all ranks do together: they meet first, and an error names the rank that caused it."""
 
-import contextlib
 import json
 import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import OutOfMemoryError, RankError, first_line, ran_out
-from ds_trainer.ranks.watching import naming_lost_ranks, rendezvous
+from ds_trainer.ranks.watching import naming_lost_ranks, naming_missing_ranks
 
 
 def silence_transformers() -> None:
@@ -21,31 +21,30 @@ def silence_transformers() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-@contextlib.contextmanager
+@contextmanager
 def joined(timeout: int = distributed.TIMEOUT) -> Iterator[None]:
     """Join the other ranks, and leave them at the end. A rank waits at most `timeout` seconds for another.
 
-    `transformers` would print its warnings on every rank, so it is silenced. An error that only reports that some rank
-    is missing is replaced by one that names the rank and the cause.
+    An error that only reports that some rank is missing is replaced by one that names the rank and the cause.
     """
-    silence_transformers()
-    rendezvous(lambda: distributed.start(timeout), timeout)
+    silence_transformers()  # it would print its warnings on every rank
+    with naming_missing_ranks(timeout):
+        distributed.start(timeout)
     try:
-        with naming_lost_ranks(), out_of_memory_named(""):
+        with naming_lost_ranks(), out_of_memory_named("", lambda: "Free memory on this host, or take one with more."):
             yield
-    except BaseException as error:
-        if isinstance(error, RankError) and distributed.world_size() > 1:
-            distributed.free_shared_memory()  # to destroy a process group without one of its ranks would wait for it
-        else:
+    except RankError:
+        if distributed.world_size() == 1:  # without one of its ranks, a process group could not be destroyed
             distributed.stop()
+        raise
+    except BaseException:
+        distributed.stop()
         raise
     distributed.stop()
 
 
-@contextlib.contextmanager
-def out_of_memory_named(
-    where: str, advice: Callable[[], str] = lambda: "Free memory on this host, or take one with more."
-) -> Iterator[None]:
+@contextmanager
+def out_of_memory_named(where: str, advice: Callable[[], str]) -> Iterator[None]:
     """Turn every error of an allocator inside into an OutOfMemoryError.
 
     Its message has `where`, such as " in the evaluation", and ends with `advice`: sentences on the memory in use and

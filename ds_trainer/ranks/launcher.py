@@ -59,13 +59,11 @@ def launchers() -> list[Process]:
     pid = os.getppid() if "RANK" in os.environ else 0
     while pid > 1 and len(chain) < _MAX_ANCESTORS and (ancestor := process(pid)):
         chain.append(ancestor)
-        is_session = ancestor.name.startswith("sshd")  # ssh's end of a login; above it is the host's own server
-        is_shell = ancestor.name in _SHELLS
-        if is_session or (not is_shell and "deepspeed" in ancestor.command):
+        pid, is_shell = ancestor.parent, ancestor.name in _SHELLS
+        if ancestor.name.startswith("sshd"):  # ssh's end of a login; above it is the server of the host
+            return chain
+        if "deepspeed" in ancestor.command and not is_shell:
             highest = len(chain) - 1
         elif not (is_shell and " -c " in ancestor.command):  # as ssh starts a command, not a shell to type into
             break
-        if is_session:
-            break
-        pid = ancestor.parent
     return chain[: highest + 1]

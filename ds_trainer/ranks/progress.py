@@ -25,20 +25,15 @@ def progress(items: Iterable[T], doing: str, unit: str, total: int | None = None
         total = len(items)
     if not distributed.is_main():
         yield from items
-    elif sys.stderr.isatty():
+        return
+    if sys.stderr.isatty():
         yield from tqdm(items, desc=doing, unit=unit, total=total, leave=False, dynamic_ncols=True)
-    else:
-        yield from _with_lines(items, doing, unit, total)
-
-
-def _with_lines(items: Iterable[T], doing: str, unit: str, total: int | None) -> Iterator[T]:
-    start = told = time.monotonic()
+        return
+    start = last_line = time.monotonic()
     for done, item in enumerate(items):
         now = time.monotonic()
-        if done and now - told >= SECONDS_BETWEEN_LINES:
-            told, seconds = now, now - start
-            rest = (
-                f" of {total:,} {unit}s, about {(total - done) * seconds / done:.0f} s to go" if total else f" {unit}s"
-            )
-            distributed.info(f"{doing}: {done:,}{rest}")
+        if done and now - last_line >= SECONDS_BETWEEN_LINES:
+            last_line = now
+            rest = f" of {total:,} {unit}s, about {(total - done) * (now - start) / done:.0f} s to go" if total else ""
+            distributed.info(f"{doing}: {done:,}{rest or f' {unit}s'}")
         yield item

@@ -12,7 +12,8 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -28,6 +29,8 @@ _SAME_REQUEST = 2.0  # seconds: Ctrl-C comes from the terminal, and again as SIG
 _CLOSE = 0  # ends the thread; no signal has this number
 T = TypeVar("T")
 _POLL = 0.5  # seconds after which the thread looks whether the launcher still runs
+_REQUESTS: ContextVar[StopRequests | None] = ContextVar("stop requests", default=None)
+"""Those that are being collected, for code that works long without a step, such as a cut."""
 
 
 class StopRequests:
@@ -48,9 +51,11 @@ class StopRequests:
         self._wakeup = signal.set_wakeup_fd(self._outbox, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, args=(launchers(),), name="stop-requests", daemon=True)
         self._thread.start()
+        self._token = _REQUESTS.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _REQUESTS.reset(self._token)
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -65,11 +70,6 @@ class StopRequests:
         reason = max(max(distributed.numbers_of_all([self._reason])))
         if reason:
             raise StoppedError(_REASONS[reason])
-
-    def check_alone(self) -> None:
-        """Raise StoppedError if this rank is to stop: for work that rank 0 does for all, as `on_main` calls it."""
-        if self._reason:
-            raise StoppedError(_REASONS[self._reason])
 
     def _listen(self, ancestors: Sequence[Process]) -> None:
         """Read the signals from the pipe, and look in between whether the launchers still run."""
@@ -96,14 +96,25 @@ class StopRequests:
             os.write(2, f"rank {distributed.rank()}: {reason}: stopping after this step\n".encode())
 
 
-def in_step(items: Iterable[T], count: int, check: Callable[[], None]) -> Iterator[T]:
-    """Yield `count` items, and check before each one, on every rank as often as on the one with most; collective."""
-    iterator = iter(items)
+def in_step(items: Iterable[T], count: int) -> Iterator[T]:
+    """Yield `count` items; before each one, all ranks stop together if one of them is asked to; collective.
+
+    Ranks with fewer items than another one take part in its checks.
+    """
+    iterator, requests = iter(items), _REQUESTS.get()
     for number in range(max(max(distributed.numbers_of_all([count])))):
-        check()
+        if requests:
+            requests.check()
         if number < count:
             yield next(iterator)
     yield from iterator  # none is left, but a generator has yet to end
+
+
+def stop_if_asked() -> None:
+    """Raise StoppedError if this rank is asked to stop: for long work that rank 0 does for all inside `on_main`."""
+    requests = _REQUESTS.get()
+    if requests and requests._reason:
+        raise StoppedError(_REASONS[requests._reason])
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -137,7 +148,3 @@ def held_back() -> Iterator[None]:
             signal.signal(number, handler)
         if received:
             signal.raise_signal(received[0])
-
-
-def go_on() -> None:
-    """Stop nothing: what a caller gives where nobody can ask it to stop."""

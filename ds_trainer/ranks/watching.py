@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ds_trainer.ranks import distributed
@@ -60,16 +60,20 @@ class RankWatch:
         """Return the error to end with: this one, or a better one that names the lost rank."""
         if isinstance(error, NonFiniteLossError | StoppedError):
             return error  # every rank raises it, so none is lost
-        is_of_a_collective = _is_of_a_collective(error)
+        in_collective, out = _is_of_a_collective(error), isinstance(error, OutOfMemoryError)
         # if the thread has read the cause already, the board is not needed; and it may be gone together with rank 0
-        if not (is_of_a_collective and self._texts(_OUT)):
+        if not (in_collective and self._texts(_OUT)):
             with contextlib.suppress(RuntimeError):
-                self._post_error(error, _WAITS if is_of_a_collective else _FAILED)
-            self._wait_for_notices()
-        if not is_of_a_collective:
+                self._post(_OUT if out else _WAITS if in_collective else _FAILED, str(error) if out else _named(error))
+            end = time.monotonic() + _GRACE
+            while time.monotonic() < end and self._read() and len(self._notices) < distributed.world_size():
+                time.sleep(_POLL / 5)
+        if not (in_collective or out):
             return error
-        for rank, text in self._texts(_OUT).items():
+        for rank, text in self._texts(_OUT).items():  # where several ran out, all name the first, and it alone prints
             return OutOfMemoryError(text, rank)
+        if out:  # the board is out of reach
+            return error
         lost = self._lost() or {
             rank: f"{self._who(rank)} hangs, in {text}" for rank, text in self._texts(_BUSY).items()
         }
@@ -97,23 +101,9 @@ class RankWatch:
         host, pid = self._roster[rank]
         return f"rank {rank} (host {host}, process {pid})"
 
-    def _post_error(self, error: Exception, state: str) -> None:
-        if isinstance(error, OutOfMemoryError):
-            self._post(_OUT, str(error))
-            if error.reporter == distributed.rank():  # several ranks may run out of memory: the first to post prints it
-                error.reporter = int(self._board.compare_set("reporter", "", str(distributed.rank())))
-        else:
-            self._post(state, _named(error))
-
     def _post(self, state: str, text: str) -> None:
         self._board.set(f"post/{distributed.rank()}", json.dumps([state, text]))
         self._board.add("posts", 1)
-
-    def _wait_for_notices(self) -> None:
-        """Read the board until all ranks have posted, or their time is over."""
-        end = time.monotonic() + _GRACE
-        while time.monotonic() < end and self._read() and len(self._notices) < distributed.world_size():
-            time.sleep(_POLL / 5)
 
     def _read(self) -> bool:
         """Read the board; False where it cannot be reached, because rank 0 has ended."""
@@ -145,8 +135,7 @@ class RankWatch:
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(all_threads=True)
             others = "; ".join(self._lost().values()) or "others have ended"
-            sys.stderr.write(f"rank {distributed.rank()} hangs, and ends too: {others}\n")
-            sys.stderr.flush()
+            print(f"rank {distributed.rank()} hangs, and ends too: {others}", file=sys.stderr, flush=True)
         os._exit(LostRankError.exit_code)
 
 
@@ -177,10 +166,11 @@ def naming_lost_ranks() -> Iterator[None]:
         watch.over.set()
 
 
-def rendezvous(join: Callable[[], None], timeout: int) -> None:
-    """Join the other ranks. Raises LostRankError where they do not come within `timeout` seconds."""
+@contextlib.contextmanager
+def naming_missing_ranks(timeout: int) -> Iterator[None]:
+    """Let the error of ranks that have not met within `timeout` seconds name their meeting place."""
     try:
-        join()
+        yield
     except Exception as error:
         if distributed.world_size() == 1 or not _is_of_a_collective(error):
             raise

@@ -45,4 +45,4 @@ def _notes(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         batches = f"{time['batches']} micro-batches, {part} {time['micro_batch']} examples of each"
         yield f"{phase['phase']} is measured by forwards and backwards of {batches}, on {where}."
     yield "On top come the optimizer's steps, evaluations, saves, and what is computed once before the first step."
-    yield "--dry_run json prints all of it: both files as resolved, parameter groups, memory by part, traffic."
+    yield "--dry_run json prints all of it: both files as resolved, parameter groups, memory by part."

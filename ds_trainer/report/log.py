@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ds_trainer.engine.histograms import Histogram
 from ds_trainer.files.tables import aligned
 from ds_trainer.files.writing import write_whole
 from ds_trainer.ranks import distributed, machine
@@ -207,16 +206,6 @@ class RunLog:
         if self._events is not None:
             for name, value in record.items():
                 self._events.add_scalar(name, value, step)
-
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Add histograms to TensorBoard."""
-        if self._events is None:
-            return
-        for tag, histogram in histograms.items():
-            width = (histogram.high - histogram.low) / len(histogram.counts)
-            limits = [histogram.low + width * (place + 1) for place in range(len(histogram.counts))]
-            sums = (sum(histogram.counts), histogram.total, histogram.squares)
-            self._events.add_histogram_raw(tag, histogram.low, histogram.high, *sums, limits, histogram.counts, step)
 
     def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
         """Record the scores of an evaluation and print them; collective."""

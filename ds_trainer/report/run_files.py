@@ -103,7 +103,10 @@ def _record(line: str) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError:
         return {}
-    return record if isinstance(record, dict) and {"phase", "step"} <= record.keys() else {}
+    if not isinstance(record, dict):
+        return {}
+    phase, step = record.get("phase"), record.get("step")
+    return record if isinstance(phase, str) and isinstance(step, int) and not isinstance(step, bool) else {}
 
 
 def is_detail(score: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ds_trainer.models.cut.costs import BatchSize
 from ds_trainer.models.cut.layerwise import Calibration, finite
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.stopping import StopRequests, go_on, in_step
+from ds_trainer.ranks.stopping import in_step
 from ds_trainer.tasks.data import ExampleIds
 from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.task import Batch, Task
@@ -22,13 +22,11 @@ _PROBED_ROWS = 64
 """About how many rows of logits of each batch are compared: those of language models are long, and many."""
 
 
-def calibration_of(task: Task, count: int, seed: int, stop: StopRequests | None = None) -> Calibration:
+def calibration_of(task: Task, count: int, seed: int) -> Calibration:
     """Draw `count` training examples (all, where there are fewer), and deal their batches out to the ranks.
 
     The batches, sorted by length, are the same for any number of ranks. Collective where the split is not read yet.
-    Work on the examples ends at a request to `stop`.
     """
-    check = stop.check if stop else go_on
     examples = task.examples("train")
     batches, probes = (
         [task.collate(examples, ids) for ids in parts[distributed.rank() :: distributed.world_size()]]
@@ -37,11 +35,10 @@ def calibration_of(task: Task, count: int, seed: int, stop: StopRequests | None 
     return Calibration(
         inputs=[batch.inputs for batch in batches],
         attended=[batch.mask.bool() for batch in batches],
-        answers=lambda model: _answers(task, model, in_step(probes, len(probes), check)),
+        answers=lambda model: _answers(task, model, in_step(probes, len(probes))),
         divergence=lambda dense, cut: _divergence(task, dense, cut),
         loss=lambda model, index: _loss(task, model, batches[index]),
-        check=check,
-        check_alone=stop.check_alone if stop else check,
+        device=distributed.device(),
     )
 
 

@@ -17,7 +17,6 @@ from ds_trainer.models.folders import save_folder
 from ds_trainer.models.pretrained import dtype_of, meta_model
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.tasks.calibration import calibration_of, calibration_sizes
 from ds_trainer.tasks.task import Task
 from ds_trainer.tasks.vocabulary import cut_vocabulary_for
@@ -37,20 +36,16 @@ class CutResult:
     @property
     def summary(self) -> str:
         """What was cut, in a line for the console."""
-        parts, size = self.report["parts"], self.report["parameters"]
-        line = f"cut in {self.report['seconds']} s, {size['before']:,} -> {size['after']:,} parameters"
+        parts, size, tokens = (self.report[name] for name in ("parts", "parameters", "tokens"))
+        counts = [(size["before"], size["after"], "parameters")]
         if parts and parts[0]["unit"] == "weights":  # the rest are zeros
             whole, kept = (sum(part[name] for part in parts) for name in ("count", "kept"))
-            line = f"cut in {self.report['seconds']} s, {whole:,} -> {kept:,} weights of the encoder"
+            counts = [(whole, kept, "weights of the encoder")]
         if sizes := self.report.get("sizes"):
-            line += "".join(
-                f", {sizes['before'][name]:,} -> {after:,} {name}"
-                for name, after in sizes["after"].items()
-                if after < sizes["before"][name]
-            )
-        tokens = self.report["tokens"]
-        if tokens["after"] < tokens["before"]:
-            line += f", {tokens['before']:,} -> {tokens['after']:,} tokens"
+            counts += [(sizes["before"][name], after, name) for name, after in sizes["after"].items()]
+        counts.append((tokens["before"], tokens["after"], "tokens"))
+        changes = [f", {before:,} -> {after:,} {unit}" for before, after, unit in counts if after < before]
+        line = f"cut in {self.report['seconds']} s{''.join(changes)}"
         if not parts:
             return line
         mean, worst = statistics.mean(part["error"] for part in parts), max(parts, key=lambda part: part["error"])
@@ -61,10 +56,10 @@ class CutResult:
         save_folder(self.model, self.tokenizer, folder, lambda aside: write_json(aside / CUT_FILE, self.report))
 
 
-def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int, stop: StopRequests | None = None) -> CutResult:
+def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResult:
     """Cut the model of a folder or hub name on this rank's device; collective. `seed` draws the examples.
 
-    Raises UserError as `check_trained` does, and StoppedError, within seconds, at a request to `stop`.
+    Raises UserError as `check_trained` does, and StoppedError, within seconds of a request to stop the run.
     """
     started = time.perf_counter()
     check_trained(task, source, spec)
@@ -73,11 +68,11 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int, stop: StopR
     before, examples, parts, sizes = _size(model), 0, [], dict[str, Any]()
     if spec.cuts_layers:
         examples = min(spec.calibration_examples, len(task.examples("train")))
-        calibration = calibration_of(task, examples, seed, stop)
-        if spec.cuts_sizes:
-            model, records, sizes = cut_sizes(model, calibration, spec, distributed.device())
+        calibration = calibration_of(task, examples, seed)
+        if spec.sizes:
+            model, records, sizes = cut_sizes(model, calibration, spec)
         else:
-            model, records = cut_model(model, calibration, spec, distributed.device())
+            model, records = cut_model(model, calibration, spec)
         parts = [asdict(record) for record in records]
     model, tokenizer = _finished(model, task, source, spec)
     report = {
@@ -109,7 +104,7 @@ def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutResult:
     """Return a model of about the shape that the cut will give, without running it: its weights mean nothing."""
     model = task.build_model(source)
     if spec.cuts_layers:
-        model = outline_of_sizes(model, spec) if spec.cuts_sizes else outline(model, spec)
+        model = outline_of_sizes(model, spec) if spec.sizes else outline(model, spec)
     return CutResult(*_finished(model, task, source, spec), {})
 
 

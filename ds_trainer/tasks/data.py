@@ -30,8 +30,8 @@ _INDEX = "index.json"
 Array = NDArray[Any]
 ExampleIds = NDArray[np.int64]
 """Indices of examples in their split."""
-Chunk = Mapping[str, Sequence[Sequence[int]]]
-"""Columns of tokens of some examples; all columns of an example have the same length."""
+Chunk = Mapping[str, Any]
+"""Examples by columns: of tokens, whose lists have the same length for all columns of an example, and of fields."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,22 @@ class Examples:
 
 
 def pack(chunks: Iterable[Chunk], dtypes: Mapping[str, Any]) -> Examples:
-    """Concatenate the columns of tokens that come in chunks; `dtypes` names the columns."""
+    """Concatenate examples that come in chunks of columns; `dtypes` names the columns of tokens, all others are fields.
+
+    The values of a chunk are lists of lists of tokens, or for a field an array with an entry for each example.
+    """
     flat: dict[str, list[Array]] = {name: [np.empty(0, dtype)] for name, dtype in dtypes.items()}
+    fields: dict[str, list[Array]] = {}
     lengths: list[int] = [0]
     for chunk in chunks:
         lengths += map(len, chunk[next(iter(dtypes))])
-        for name, parts in flat.items():
-            parts.append(np.fromiter(chain.from_iterable(chunk[name]), dtypes[name]))
-    tokens = {name: np.concatenate(parts) for name, parts in flat.items()}
-    return Examples(np.cumsum(lengths, dtype=np.int64), tokens)
+        for name, values in chunk.items():
+            if name in dtypes:
+                flat[name].append(np.fromiter(chain.from_iterable(values), dtypes[name]))
+            else:
+                fields.setdefault(name, []).append(values)
+    tokens, by_example = ({name: np.concatenate(parts) for name, parts in each.items()} for each in (flat, fields))
+    return Examples(np.cumsum(lengths, dtype=np.int64), tokens, by_example)
 
 
 def spread(count: int, limit: int | None) -> Sequence[int]:

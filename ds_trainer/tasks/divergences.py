@@ -61,9 +61,7 @@ def divergence(student: Tensor, teacher: Tensor | TopK, temperature: float, kind
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float, kind: Kind) -> Tensor:
-        gradient = None
-        if ctx.needs_input_grad[0]:
-            gradient = teacher if teacher.dtype == _gradient_dtype(student) else _gradient_memory(student)
+        gradient = _gradient_memory(student, teacher) if ctx.needs_input_grad[0] else None
         rows, total = max(1, len(student)), torch.zeros((), device=student.device)
         for part in _chunks(student):
             student_log = torch.log_softmax(student[part].float() / temperature, -1)
@@ -149,10 +147,8 @@ def _chunks(logits: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, max(1, len(logits)), size)]
 
 
-def _gradient_dtype(student: Tensor) -> torch.dtype:
+def _gradient_memory(student: Tensor, teacher: Tensor | None = None) -> Tensor:
+    """Return memory for the student's gradient: that of the teacher's logits, where it has the right type."""
     # in fp16 the gradient would vanish, since it is multiplied by the loss scale only in the backward
-    return torch.float32 if student.dtype == torch.float16 else student.dtype
-
-
-def _gradient_memory(student: Tensor) -> Tensor:
-    return torch.empty_like(student, dtype=_gradient_dtype(student))
+    dtype = torch.float32 if student.dtype == torch.float16 else student.dtype
+    return teacher if teacher is not None and teacher.dtype == dtype else torch.empty_like(student, dtype=dtype)

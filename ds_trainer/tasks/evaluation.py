@@ -53,23 +53,10 @@ def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[View
     evaluation = Evaluation()
     for split in task.splits:
         answers = answers_of(predict, task, split, batch_size, views)
-        scores = distributed.on_main(partial(_scores, task, split, answers))
+        scores, warnings = distributed.on_main(partial(_scores_and_warnings, task, split, answers))
         evaluation.scores |= {f"{split_prefix(task, split)}{name}": value for name, value in scores.items()}
         evaluation.answers[split] = answers.get(_MODEL, {})
-        constant = distributed.on_main(partial(task.constant_answer, split, evaluation.answers[split]))
-        missing = distributed.on_main(partial(task.never_answered, split, evaluation.answers[split]))
-        if constant is not None:
-            evaluation.warnings.append(
-                f"the model gives the same answer, {constant}, to every example of {split}: it has not learned to tell "
-                f"them apart. Try another learning_rate, longer training, or to prune or cut less"
-            )
-        elif missing:
-            classes = ", ".join(f"{name} ({count:,} times)" for name, count in missing.items())
-            weights = '"class_weights": "balanced", or ' if getattr(task.spec, "class_weights", "none") is None else ""
-            evaluation.warnings.append(
-                f"the model never answers these classes, though {split} has them: {cut(classes, 500)}. "
-                f"For rare classes try {weights}longer training"
-            )
+        evaluation.warnings += warnings
     return evaluation
 
 
@@ -133,11 +120,24 @@ def evaluation_batches(task: Task, split: str, batch_size: int) -> Iterator[Batc
         yield task.collate(examples, ids).to(distributed.device())
 
 
-def _scores(task: Task, split: str, answers: Mapping[str, Answers]) -> dict[str, float]:
-    scores = task.score(split, answers[_MODEL])
-    scores |= task.further_scores(split, answers[_MODEL])
+def _scores_and_warnings(task: Task, split: str, answers: Mapping[str, Answers]) -> tuple[dict[str, float], list[str]]:
+    ours = answers[_MODEL]
+    scores = task.score(split, ours) | task.further_scores(split, ours)
     for name, others in answers.items():
         if name != _MODEL:
             scores |= {f"{name}/{metric}": value for metric, value in task.score(split, others).items()}
-            scores[f"{name}/agreement"] = task.agreement(split, answers[_MODEL], others)
-    return scores
+            scores[f"{name}/agreement"] = task.agreement(split, ours, others)
+    constant, missing = task.constant_answer(split, ours), task.never_answered(split, ours)
+    if constant is not None:
+        return scores, [
+            f"the model gives the same answer, {constant}, to every example of {split}: it has not learned to tell "
+            f"them apart. Try another learning_rate, longer training, or to prune or cut less"
+        ]
+    if not missing:
+        return scores, []
+    classes = cut(", ".join(f"{name} ({count:,} times)" for name, count in missing.items()), 500)
+    weights = '"class_weights": "balanced", or ' if getattr(task.spec, "class_weights", "none") is None else ""
+    return scores, [
+        f"the model never answers these classes, though {split} has them: {classes}. "
+        f"For rare classes try {weights}longer training"
+    ]

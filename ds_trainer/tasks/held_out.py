@@ -3,34 +3,29 @@
 With `score_held_out` it is the split to evaluate on, and the evaluation set is not read.
 """
 
-from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ds_trainer.config.task_specs import LabelledSpec
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.task import Task
 
-HELD_OUT = Task.held_out_split
+HELD_OUT = "held_out"
 T = TypeVar("T")
 
 
-def source_split(spec: LabelledSpec, split: str) -> str:
+def source_split(spec: Any, split: str) -> str:
     """Return the split of the data source from which this split's rows are taken."""
-    if split != HELD_OUT:
-        return split
-    if not spec.held_out:
+    if split == HELD_OUT and not getattr(spec, "held_out", 0):
         raise UserError("no training examples are held out: set task.held_out to their share, such as 0.02")
-    return "train"
+    return "train" if split == HELD_OUT else split
 
 
-def part_of(spec: LabelledSpec, split: str, rows: list[T], origin: str) -> list[T]:
+def part_of(spec: Any, split: str, rows: list[T], origin: str) -> list[T]:
     """Return the rows of "train" or of "held_out", given all training rows; those of other splits unchanged.
 
     `origin` says in an error where the rows come from.
     """
-    share, count = spec.held_out, len(rows)
+    share, count = getattr(spec, "held_out", 0), len(rows)
     if not share or source_split(spec, split) != "train":
         return rows
     held_out, rest = held_out_and_rest(count, share)
@@ -41,11 +36,6 @@ def part_of(spec: LabelledSpec, split: str, rows: list[T], origin: str) -> list[
             f"set task.held_out {way_out}, or to 0 to hold none out"
         )
     return [rows[index] for index in (held_out if split == HELD_OUT else rest)]
-
-
-def hashed_fields(spec: LabelledSpec, split: str, fields: Sequence[str]) -> list[str]:
-    """Return the fields of a spec that decide on a split's examples: `fields`, and the share where it counts."""
-    return [*fields, *(["held_out"] if spec.held_out and source_split(spec, split) == "train" else [])]
 
 
 def held_out_and_rest(count: int, share: float) -> tuple[list[int], list[int]]:

@@ -47,30 +47,23 @@ def score_penalty_slope(scores: Tensor, kind: str) -> Tensor:
 
 def hard_concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
     """Return gates in [0, 1], shaped like log-alpha; `uniform` is noise in (0, 1), None at evaluation (eq. 10-13)."""
-    return _stretched(_concrete(log_alpha, uniform)).clamp(0, 1)
+    return (_concrete(log_alpha, uniform) * (HIGH - LOW) + LOW).clamp(0, 1)
 
 
 def hard_concrete_slope(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
     """Return the elementwise derivative of `hard_concrete` by log-alpha; it is 0 where a gate is clamped."""
     concrete = _concrete(log_alpha, uniform)
-    gates = _stretched(concrete)
+    gates = concrete * (HIGH - LOW) + LOW
     between = (gates > 0) & (gates < 1)
     del gates  # each of these is as large as a matrix in fp32
-    return (1 - concrete).mul_(concrete).mul_(_scale(uniform) * (HIGH - LOW)).mul_(between)
+    scale = HIGH - LOW if uniform is None else (HIGH - LOW) / TEMPERATURE
+    return (1 - concrete).mul_(concrete).mul_(scale).mul_(between)
 
 
 def _concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
     if uniform is None:
         return torch.sigmoid(log_alpha)
-    return torch.logit(uniform).add_(log_alpha).mul_(_scale(uniform)).sigmoid_()
-
-
-def _scale(uniform: Tensor | None) -> float:
-    return 1.0 if uniform is None else 1 / TEMPERATURE
-
-
-def _stretched(concrete: Tensor) -> Tensor:
-    return concrete * (HIGH - LOW) + LOW
+    return torch.logit(uniform).add_(log_alpha).mul_(1 / TEMPERATURE).sigmoid_()
 
 
 def logit_mse(student: Tensor, teacher: Tensor) -> Tensor:
@@ -102,11 +95,9 @@ def soft_target_loss(
     Of several labels it is the divergence of each class's yes and no, mean over rows and classes. May overwrite
     `teacher`, to save memory.
     """
-    if task.regression:
-        assert isinstance(teacher, Tensor)
+    if isinstance(teacher, Tensor) and task.regression:
         return logit_mse(student, teacher)
-    if task.multi_label:
-        assert isinstance(teacher, Tensor)
+    if isinstance(teacher, Tensor) and task.multi_label:
         student, teacher = yes_and_no(student), yes_and_no(teacher)
     return divergence(student, teacher, temperature, kind)
 

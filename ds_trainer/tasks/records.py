@@ -1,90 +1,120 @@
 """Read the records of a data file or of a hub data set, and say where a broken one stands.
 
 A record holds the wanted columns of one line of TSV, CSV or JSON lines, or of one row of parquet, of the hub or of a
-JSON array. Text is UTF-8, with or without a byte order mark. Every mistake is one `UserError` that names the file and,
-where a format has lines, the line. What is left out is counted. Loads neither torch nor numpy before parquet or the hub
-is read, so that a missing file or column is reported at once.
+JSON array. Text is UTF-8, with or without a byte order mark. A mistake is a `UserError` that names the file and, where
+a format has lines, the line. What is left out is counted. The module loads neither torch nor numpy before parquet or
+the hub is read, so that a missing file or column is reported at once.
 """
 
 import codecs
-import csv
-import io
 import os
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic_core import from_json
 
 from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.files.messages import kind_of, listed, quoted
 from ds_trainer.files.reading import check_file, content_hash, read_file
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.tasks.table_rows import lines, plain_rows, quoted_rows, shows_quoting
 
 T = TypeVar("T")
-Record = dict[str, Any]
-_QUOTED_CELL = r'(?:"[^"]*(?:""[^"]*)*"|[^"\t]*)'
-_QUOTED_ROW = re.compile(rf"{_QUOTED_CELL}(?:\t{_QUOTED_CELL})*")
-"""A row of a table with tabs in which every quote begins a cell, ends it, or is doubled."""
+Record = Mapping[str, Any]
+GAPS = ("nan", "NaN", "NA")
+"""The words that pandas and R write where a cell has no value."""
+_MOST_MISTAKES = 20
+"""Reading stops after this many mistakes."""
+_LEFT_OUT = dict[tuple[str, str], str]()
+"""What is left out of a source, in words, by its settings and its content: to know it, all records are read."""
 
 
 class NoExamplesError(UserError):
     """A source has no records, or all of them are left out."""
 
 
-class Records(ABC):
-    """The records of one split, read anew at each iteration.
+class Row(NamedTuple, Generic[T]):
+    """What `parse` makes of a record; the number of its line or row in the source, from 1; its number in the split."""
 
-    Where `missing` is a list, a record is left out if a cell of its columns is null, NaN, blank, or one of these words.
+    value: T
+    place: int
+    number: int = 0
+
+
+def _unchanged(record: Any) -> Any:
+    return record
+
+
+class Records(ABC, Generic[T]):
+    """The records of one split, which are read anew at each iteration; `parse` turns them into examples.
+
+    `parse` gets the cells of `columns`; its ValueErrors become mistakes that begin with the record's place. Where
+    `missing` is a sequence, a record is left out if a cell of its columns is null, NaN, blank, or one of these words.
+
+    origin: what a message calls the source.
+    entry: what a record is called in a message: a line or a row.
+    unit: what is counted: by default entries.
+    read: how many records the latest iteration has kept.
+    left_out: what the latest iteration has left out: the numbers of the records, from 1, by what is wrong with them.
+    remark: what else is to be said of how the records are read.
     """
 
     columns: Sequence[str]
-    missing: Sequence[str] | None
+    parse: Callable[[Record], T]
+    missing: Sequence[str] | None = None
     origin: str
     entry: str
-    """What a record is called in a message: a line or a row."""
+    unit: str = ""
     read: int
-    """How many records the latest iteration has handed on."""
     left_out: dict[str, list[int]]
-    """What the latest iteration has left out: the numbers of the records, from 1, by what is wrong with them."""
     remark = ""
-    """What else is to be said of how the records are read."""
 
-    def parsed(self, parse: Callable[[Record], T]) -> Iterator[tuple[int, T]]:
-        """Yield the number of each record (a line or a row, from 1) and what `parse` makes of it.
-
-        A ValueError of `parse` becomes a `UserError` that begins with the record's place. To yield none is a
-        `NoExamplesError`.
-        """
-        self.read, self.left_out = 0, {}
-        for number, record in self._read():
-            cells = {name: record[name] for name in self.columns}
-            empty = next((name for name in cells if self._is_missing(cells[name])), None)
-            if empty is not None:
-                value = cells[empty]
-                written = (quoted(value.strip()) if value.strip() else "empty") if isinstance(value, str) else "null"
-                self._leave_out(f"whose {quoted(empty)} is {written}", number)
-                continue
+    def rows(self, most_mistakes: int = _MOST_MISTAKES) -> Iterator[Row[T]]:
+        """Yield the examples; one `UserError` lists the first mistakes, and to yield none is a `NoExamplesError`."""
+        self.read, mistakes = 0, list[str]()
+        for number, cells in self._complete():
             try:
-                result = parse(cells)
-            except ValueError as error:
-                raise UserError(f"{self.place(number)}: {error}") from None
-            self.read += 1
-            yield number, result
+                value = self.parse(cells)
+            except ValueError as error:  # noqa: PERF203 - it costs nothing beside the parsing
+                mistakes.append(f"{self.place(number)}: {error}")
+                if len(mistakes) == most_mistakes:
+                    break
+            else:
+                self.read += 1
+                yield Row(value, number)
+        raise_mistakes(mistakes)
         if not self.read:
-            why = self.told_of_left_out() or "it is empty, or holds only a header"
+            why = self.what_is_left_out() or "it is empty, or holds only a header"
             raise NoExamplesError(f"{self.origin} has no examples: {why}")
 
-    def told(self) -> str:
-        """Return in words what the latest iteration has kept, and what it has left out and why."""
-        return "; ".join(filter(None, (f"{self.read:,} {self.entry}s kept", self.told_of_left_out(), self.remark)))
+    def check(self) -> None:
+        """Raise what reading would raise up to the first record."""
+        next(self.rows(most_mistakes=1))
 
-    def told_of_left_out(self) -> str:
+    def fingerprint(self) -> str:
+        """Return a hash that changes whenever the examples may have changed, and is the same on every host."""
+        source = self._source_hash()
+        if self.missing is None:
+            return source
+        key = repr(self), source
+        if key not in _LEFT_OUT:
+            for _ in self._complete():
+                pass
+            _LEFT_OUT[key] = str(self.left_out or "")
+        # version 0.2 left no record out: its caches and checkpoints are good only where nothing is left out
+        return source + _LEFT_OUT[key]
+
+    def summary(self) -> str:
+        """Return in words what the latest iteration has kept, and what it has left out and why."""
+        kept = f"{self.read:,} {self.unit or self.entry}s kept"
+        return "; ".join(filter(None, (kept, self.what_is_left_out(), self.remark)))
+
+    def what_is_left_out(self) -> str:
         """Return in words what the latest iteration has left out and why, with the first numbers; "" if nothing."""
         kinds = list[str]()
         for kind, numbers in self.left_out.items():
@@ -92,6 +122,31 @@ class Records(ABC):
             count = f"{len(numbers):,} " + "left out, " * (not kinds)
             kinds.append(f"{count}{kind} ({self.entry}{'s' * (len(numbers) > 1)} {places})")
         return ", ".join(kinds)
+
+    def place(self, number: int) -> str:
+        """Return where a record stands, for a message."""
+        return f"{self.origin}, {self.entry} {number}"
+
+    @abstractmethod
+    def _source_hash(self) -> str: ...
+
+    @abstractmethod
+    def _read(self) -> Iterator[tuple[int, Record]]: ...
+
+    def _complete(self) -> Iterator[tuple[int, Record]]:
+        """Yield the numbers and the cells of the records without a gap."""
+        self.left_out = {}
+        for number, record in self._read():
+            cells = {name: record[name] for name in self.columns}
+            gap = (
+                None if self.missing is None else next(filter(lambda name: self._is_missing(cells[name]), cells), None)
+            )
+            if gap is None:
+                yield number, cells
+                continue
+            written = cells[gap].strip() if isinstance(cells[gap], str) else None
+            kind = "null" if written is None else quoted(written) if written else "empty"
+            self._leave_out(f"whose {quoted(gap)} is {kind}", number)
 
     def _is_missing(self, value: Any) -> bool:
         if self.missing is None:
@@ -101,21 +156,6 @@ class Records(ABC):
 
     def _leave_out(self, kind: str, number: int) -> None:
         self.left_out.setdefault(kind, []).append(number)
-
-    def place(self, number: int) -> str:
-        """Return where a record stands, for a message."""
-        return f"{self.origin}, {self.entry} {number}"
-
-    def check(self) -> None:
-        """Raise what reading would raise up to the first record."""
-        next(self.parsed(lambda record: None))
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Return a hash that changes whenever the records may have changed, and is the same on every host."""
-
-    @abstractmethod
-    def _read(self) -> Iterator[tuple[int, Record]]: ...
 
     def _check_columns(self, place: str, present: Sequence[str]) -> None:
         missing = [name for name in self.columns if name not in present]
@@ -130,7 +170,7 @@ class Records(ABC):
 
 
 @dataclass
-class FileRecords(Records):
+class FileRecords(Records[T]):
     """The records of a file, whose ending says how to read it.
 
     `header` names the columns of a table without a header line; where it is empty, they are numbered from 0. With
@@ -140,68 +180,56 @@ class FileRecords(Records):
 
     path: Path
     columns: Sequence[str]
+    parse: Callable[[Record], T] = field(default=_unchanged, repr=False)
     header: Sequence[str] | None = None
     skip_malformed: bool = False
     missing: Sequence[str] | None = None
     quoting: bool | None = None
 
     def __post_init__(self) -> None:
-        self.origin = str(self.path)
-        self.entry = "row" if self.path.suffix.lower() in (".parquet", ".json") else "line"
+        self.origin, self._suffix = str(self.path), self.path.suffix.lower()
+        self.entry = "row" if self._suffix in (".parquet", ".json") else "line"
 
-    def fingerprint(self) -> str:
-        # earlier versions took no quotes off .tsv files: where they are taken off, cached examples are others
-        other = self.path.suffix.lower() in (".csv", ".tsv") and self.is_quoted != self._is_csv
+    def _source_hash(self) -> str:
+        # version 0.2 took no quotes off .tsv files: where they are taken off, cached examples are others
+        other = self._suffix in (".csv", ".tsv") and self.is_quoted != (self._suffix == ".csv")
         return content_hash(self.path).hex() + "quoting" * other
 
     @cached_property
     def is_quoted(self) -> bool:
         """Whether the quotes of a table are its format's, and no part of the cells."""
-        if self.quoting is not None or self._is_csv:
+        if self.quoting is not None or self._suffix == ".csv":
             return self.quoting is not False
         check_file(self.path)
         status = self.path.stat()
-        shown = _shows_quoting(self.path, status.st_size, status.st_mtime_ns)
+        shown = shows_quoting(self.path, status.st_size, status.st_mtime_ns)
         if shown is not None:
             kind = "those of a CSV writer" if shown else "part of the text"
             self.remark = f"its quotes are read as {kind} (quoting decides)"
         return bool(shown)
 
-    @property
-    def _is_csv(self) -> bool:
-        return self.path.suffix.lower() == ".csv"
-
     def _read(self) -> Iterator[tuple[int, Record]]:
-        suffix = self.path.suffix.lower()
-        if suffix == ".parquet":
-            return self._parquet()
-        if suffix == ".jsonl":
-            return self._json_lines()
-        if suffix == ".json":
-            return self._json()
-        if suffix in (".tsv", ".csv"):
-            mark = "," if self._is_csv else "\t"
-            return self._table(_quoted_rows(self.path, mark) if self.is_quoted else _plain_rows(self.path, mark))
-        raise UserError(
-            f"{self.path}: the ending {quoted(suffix)} is unknown: use .csv, .tsv, .jsonl, .json or .parquet"
-        )
+        readers = {".parquet": self._parquet, ".jsonl": self._json_lines, ".json": self._json}
+        readers |= dict.fromkeys((".csv", ".tsv"), self._table)
+        if self._suffix in readers:
+            return readers[self._suffix]()
+        known = "use .csv, .tsv, .jsonl, .json or .parquet"
+        raise UserError(f"{self.path}: the ending {quoted(self.path.suffix)} is unknown: {known}")
 
-    def _table(self, rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, Record]]:
-        header = self.header
-        if not header:
-            first = next(rows, (1, []))
-            header = first[1] if header is None else list(map(str, range(len(first[1]))))
-            rows = rows if self.header is None else chain([first], rows)
+    def _table(self) -> Iterator[tuple[int, Record]]:
+        mark = "," if self._suffix == ".csv" else "\t"
+        rows = (quoted_rows if self.is_quoted else plain_rows)(self.path, mark)
+        first = [] if self.header else [next(rows, (1, []))]
+        header = first.pop()[1] if self.header is None else self.header or list(map(str, range(len(first[0][1]))))
         self._check_columns(f"{self.path}, line 1", header)
-        for number, cells in rows:
+        for number, cells in chain(first, rows):
             if len(cells) == len(header):
                 yield number, dict(zip(header, cells, strict=True))
             elif self.skip_malformed:
                 self._leave_out("with a wrong number of fields", number)
             else:
-                raise UserError(
-                    f"{self.place(number)}: {len(cells)} fields where {len(header)} are expected ({listed(header)})"
-                )
+                expected = f"{len(header)} are expected ({listed(header)})"
+                raise UserError(f"{self.place(number)}: {len(cells)} fields where {expected}")
 
     def _json(self) -> Iterator[tuple[int, Record]]:
         """Read an array of records, alone or as "data", or JSON lines under another name."""
@@ -209,13 +237,13 @@ class FileRecords(Records):
             value = from_json(read_file(self.path).removeprefix(codecs.BOM_UTF8))
         except ValueError:
             self.entry = "line"
-            yield from self._json_lines()  # which tells the first line that is wrong
+            yield from self._json_lines()  # which names the first line that is wrong
             return
         records = value.get("data", [value]) if isinstance(value, dict) else value
         if not isinstance(records, list):
             raise UserError(f"{self.path}: {kind_of(records)} where an array of records is expected")
         for number, record in enumerate(records, 1):
-            yield number, self._checked(number, record)
+            yield number, self._object(number, record)
 
     def _json_lines(self) -> Iterator[tuple[int, Record]]:
         for number, line in enumerate(lines(self.path), 1):
@@ -227,9 +255,9 @@ class FileRecords(Records):
             except ValueError as error:
                 cause = str(error).replace("at line 1 column", "at column")  # the parser sees only this line
                 raise UserError(f"{self.place(number)}: not JSON: {cause}") from None
-            yield number, self._checked(number, record)
+            yield number, self._object(number, record)
 
-    def _checked(self, number: int, record: Any) -> Record:
+    def _object(self, number: int, record: Any) -> Record:
         if not isinstance(record, dict):
             raise UserError(f"{self.place(number)}: {kind_of(record)} where a JSON object is expected")
         self._check_columns(self.place(number), list(record))
@@ -251,7 +279,7 @@ class FileRecords(Records):
 
 
 @dataclass
-class HubRecords(Records):
+class HubRecords(Records[T]):
     """The records of a hub data set "name", "owner/name" or "owner/name/configuration".
 
     A class, which the hub stores as a number, is given by its name, also in a list; None where it has none.
@@ -260,6 +288,7 @@ class HubRecords(Records):
     name: str
     split: str
     columns: Sequence[str]
+    parse: Callable[[Record], T] = field(default=_unchanged, repr=False)
     missing: Sequence[str] | None = None
     entry = "row"
 
@@ -269,7 +298,7 @@ class HubRecords(Records):
     def check(self) -> None:
         """Leave the hub alone: asking it takes longer than a check of the settings may."""
 
-    def fingerprint(self) -> str:
+    def _source_hash(self) -> str:
         return str(self._dataset._fingerprint)
 
     @cached_property
@@ -291,91 +320,13 @@ class HubRecords(Records):
         kinds = {name: getattr(kind, "feature", kind) for name, kind in features.items()}  # a list's is of its values
         classes = {name: kinds[name].names for name in self.columns if hasattr(kinds.get(name), "names")}
         for number, record in enumerate(self._dataset.select_columns(list(self.columns)), 1):
-            for column, names in classes.items():
-                value = record[column]
-                record[column] = (
-                    [_name(names, one) for one in value] if isinstance(value, list) else _name(names, value)
-                )
-            yield number, record
+            yield number, record | {name: _named(names, record[name]) for name, names in classes.items()}
 
 
-def _name(names: Sequence[str], value: int | None) -> str | None:
+def _named(names: Sequence[str], value: Any) -> Any:
+    if isinstance(value, list):
+        return [_named(names, each) for each in value]
     return names[value] if value is not None and 0 <= value < len(names) else None
-
-
-def lines(path: Path) -> Iterator[str]:
-    """Decode the lines of a UTF-8 file one after another, each with its newline; nothing else ends a line."""
-    check_file(path)
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason}): save the file as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _plain_rows(path: Path, mark: str) -> Iterator[tuple[int, list[str]]]:
-    """Cut lines at the mark and at nothing else: in GLUE's files a quote is an ordinary character."""
-    for number, line in enumerate(lines(path), 1):
-        row = line.removesuffix("\n").removesuffix("\r")
-        if row:
-            yield number, row.split(mark)
-
-
-def _quoted_rows(path: Path, mark: str) -> Iterator[tuple[int, list[str]]]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses a text of 128 KiB
-    # a bare carriage return ends a line, too: old spreadsheets write it
-    rows = chain.from_iterable(io.StringIO(line, newline="") for line in lines(path))
-    reader = csv.reader(rows, delimiter=mark, strict=True)
-    number = 1
-    try:
-        for cells in reader:
-            if cells:
-                yield number, cells
-            number = reader.line_num + 1
-    except csv.Error as error:
-        way_out = "where quotes are part of the text, set quoting to false"
-        raise UserError(f"{path}, line {number}: not CSV: {error}; {way_out}") from None
-
-
-@lru_cache
-def _shows_quoting(path: Path, size: int, time: int) -> bool | None:
-    """Return whether a file with tabs can only be what a CSV writer, such as pandas, makes of its cells.
-
-    None: it has no quotes. Every quote is then a writer's (none stands alone inside a cell), and some cell cannot be
-    meant as it stands: it holds a doubled quote, a tab or a line break, or all cells of the first row are in quotes.
-
-    All lines are read, so the answer is kept: by its size and time, a changed file is read again.
-    """
-    csv.field_size_limit(2**31 - 1)
-    consumed: list[str] = []
-
-    def consuming() -> Iterator[str]:
-        for line in lines(path):
-            consumed.append(line)
-            yield line
-
-    shown: bool | None = None
-    width = 0
-    try:
-        for cells in csv.reader(consuming(), delimiter="\t", strict=True):
-            raw = "".join(consumed).rstrip("\r\n")
-            widths = {line.count("\t") + 1 for line in consumed}
-            lines_fit = len(consumed) > 1 and widths == {width}
-            consumed.clear()
-            if not width and cells:
-                width, shown = len(cells), all(cell.startswith('"') for cell in raw.split("\t")) or None
-            if '"' not in raw:
-                continue
-            if not _QUOTED_ROW.fullmatch(raw) or len(cells) != width:
-                return False
-            # a quotation over several lines that are rows themselves may be a text that was cut into sentences
-            shown = bool(shown) or (not lines_fit and any(sign in cell for cell in cells for sign in '"\t\n'))
-    except csv.Error:
-        return False
-    return shown
 
 
 def text_in(record: Record, column: str) -> str:
@@ -386,6 +337,13 @@ def text_in(record: Record, column: str) -> str:
     return value
 
 
+def table(spec: TaskBase, split: str, columns: Sequence[str], parse: Any, missing: Any = None) -> Records[Any]:
+    """Return the records of the hub data set or of the file that a spec names for a split."""
+    if spec.dataset:
+        return HubRecords(spec.dataset, split, columns, parse, missing)
+    return FileRecords(find_file(spec, split), columns, parse, missing=missing)
+
+
 def file_of(spec: TaskBase, split: str) -> str:
     """Return the file that the spec names for a split, relative to `data_dir`; none is an error."""
     name = spec.train_file if split == "train" else spec.validation_file
@@ -394,9 +352,9 @@ def file_of(spec: TaskBase, split: str) -> str:
     return name
 
 
-def find_file(spec: TaskBase, split: str, names: Sequence[str]) -> Path:
-    """Return the first of the named files that exists; the error lists the paths looked for."""
-    paths = [in_data_dir(spec, name) for name in names]
+def find_file(spec: TaskBase, split: str, names: Sequence[str] = ()) -> Path:
+    """Return the first of the named files that exists, by default the spec's; the error lists the paths looked for."""
+    paths = [in_data_dir(spec, name) for name in names or [file_of(spec, split)]]
     path = next(filter(os.path.isfile, paths), None)
     if path is None:
         raise missing_file(spec, split, paths)
@@ -414,14 +372,3 @@ def missing_file(spec: TaskBase, split: str, paths: Sequence[Path]) -> UserError
     if not os.path.isdir(in_data_dir(spec)):
         return UserError(f"data_dir {in_data_dir(spec)} does not exist; {looked_for}")
     return UserError(f"there is no file for the {split} split; {looked_for}")
-
-
-def mistakes_of(check: Callable[[str], None], splits: Sequence[str]) -> list[str]:
-    """Return the messages of the splits whose check raises a `UserError`."""
-    mistakes = []
-    for split in splits:
-        try:
-            check(split)
-        except UserError as error:  # noqa: PERF203 - there are three splits at most
-            mistakes.append(str(error))
-    return mistakes

@@ -29,19 +29,31 @@ def build_task(spec: TaskBase, source: str | Path, cache_dir: str | Path | None 
 def check_data_files(spec: TaskBase, splits: Sequence[str] | None = None) -> list[str]:
     """Return every mistake in a task's settings, and every missing folder, file or column, without loading torch.
 
-    `splits` defaults to training and all evaluation splits. Of each file at most the first record is read. Data sets of
+    `splits` defaults to training and those that are scored. Of each file at most the first record is read. Data sets of
     the hub are not checked.
     """
-    module = _loaded(FAMILIES[family(spec)].data)
-    return module.check_data_files(spec, splits) if module else []
+    data = _data_of(spec)
+    mistakes = list[str](getattr(data, "setting_mistakes", type(spec).source_mistakes)(spec))
+    if mistakes:
+        return mistakes
+    read = ("train" if split == "held_out" else split for split in splits or ("train", *spec.scored_splits))
+    for split in dict.fromkeys(read):
+        try:
+            data.records(spec, split).check()
+        except UserError as error:  # noqa: PERF203 - there are three splits at most
+            mistakes.append(str(error))
+    return list(dict.fromkeys(mistakes))
 
 
 def training_texts(spec: TaskBase) -> list[str]:
     """Return every text of the training split, for training a tokenizer. One rank can call it alone."""
-    module = _loaded(FAMILIES[family(spec)].data)
-    if module is None:
-        raise UserError(f'the task "{spec.name}" has no texts to train a tokenizer on: use a model that has one')
-    return module.training_texts(spec)
+    return list(_data_of(spec).training_texts(spec))
+
+
+def _data_of(spec: TaskBase) -> Any:
+    """Return what reads the data: the module of a family, or the class of a plain task."""
+    entry = FAMILIES[family(spec)]
+    return _loaded(entry.data) if entry.data else entry.task.data or entry.task
 
 
 def _loaded(entry: Any) -> Any:

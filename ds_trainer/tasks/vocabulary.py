@@ -1,7 +1,7 @@
 """Cut the vocabulary of a model down to the tokens that a task's training texts have, or to those of a list."""
 
 from collections import Counter
-from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from ds_trainer.files.messages import listed
 from ds_trainer.models.cut.vocabulary import cut_vocabulary
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.lm.sequences import tokenised_documents
-from ds_trainer.tasks.records import lines
 from ds_trainer.tasks.registry import training_texts
+from ds_trainer.tasks.table_rows import lines
 
 
 def cut_vocabulary_for(spec: VocabularySpec, task: TaskBase, model: Any, tokenizer: Any) -> tuple[Any, Any]:
@@ -22,17 +22,14 @@ def cut_vocabulary_for(spec: VocabularySpec, task: TaskBase, model: Any, tokeniz
     """
     if spec.file:
         return cut_vocabulary(model, tokenizer, _listed_tokens(spec.file, tokenizer))
-    counts, ids = _counts(training_texts(task), tokenizer), tokenizer.get_vocab()
+    documents = chain.from_iterable(tokenised_documents(training_texts(task), tokenizer))
+    counts_by_id = Counter(chain.from_iterable(documents))
+    counts = Counter({tokenizer.convert_ids_to_tokens(id): count for id, count in counts_by_id.items()})
+    ids = tokenizer.get_vocab()
     if isinstance(spec.keep, str):
         return cut_vocabulary(model, tokenizer, counts)
     # among equally frequent tokens, and those that never occur, the first ones of the tokenizer
     return cut_vocabulary(model, tokenizer, sorted(ids, key=lambda token: (-counts[token], ids[token])), spec.keep)
-
-
-def _counts(texts: Sequence[str], tokenizer: Any) -> Counter[str]:
-    """Count how often each token occurs in the texts."""
-    counts = Counter(id for documents in tokenised_documents(texts, tokenizer) for ids in documents for id in ids)
-    return Counter({tokenizer.convert_ids_to_tokens(id): count for id, count in counts.items()})
 
 
 def _listed_tokens(path: Path, tokenizer: Any) -> list[str]:

@@ -4,7 +4,7 @@
 #   bash tests/bench/all.sh [--quick] [OUT [SCRIPT ...]]
 #   python tests/tools/write_speed_table.py OUT/figures.jsonl
 #
-# With names of scripts, such as "mask_cost two_ranks", it runs these alone. OUT, by default runs/bench, lies in this
+# With names of scripts, such as "mask_cost lm_head", it runs these alone. OUT, by default runs/bench, lies in this
 # project's folder. It gets what every script prints, and figures.jsonl, to which a line is added for each figure, with
 # its command; the table has the last line of each. With --quick, which only shows that the scripts run, there are no
 # figures, and OUT is runs/quick/bench.
@@ -33,7 +33,7 @@ bench() { # SCRIPT ARGUMENT ...: run a script of tests/bench, keep what it print
 }
 
 for script in loop_overhead against_hf_trainer mask_cost lm_head teacher_cache top_k_cache length_grouping packing \
-    two_ranks openmp_spinning structured_speed cut_speed memory_model traffic; do
+    openmp_spinning structured_speed cut_speed memory_model; do
     bench $script
 done
 bench tune

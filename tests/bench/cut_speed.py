@@ -73,7 +73,7 @@ def measured(name: str) -> tuple[float, float, float, float]:
     calibration = Calibration(batches, attended, answers(ids[:PROBED]), F.mse_loss, lambda *_: torch.zeros(()))
     spec, device = CutSpec(keep=0.5, uniform=uniform), torch.device("cpu")
     started = time.perf_counter()
-    cut_model(model, calibration, spec, device)
+    cut_model(model, calibration, spec)
     seconds, held = time.perf_counter() - started, peak() - start
     sizes, probed = ([BatchSize(*part.shape, part.numel()) for part in i.split(BATCH)] for i in (ids, ids[:PROBED]))
     with torch.device("meta"):

@@ -2,7 +2,7 @@
 
 `python tests/bench/decoder_cuts.py [OUTPUT_DIR] [DATA_DIR]`: a small Llama is trained from scratch on wikitext-2 (the
 docstrings of torch, where there is no DATA_DIR), then cut to half of its operations by layers (by loss, by cosine),
-width, neurons, and the mixture that the cut chooses. A table has the perplexity of each, at once and after the same
+width and neurons. A table has the perplexity of each, at once and after the same
 short training with the dense model as the teacher, and that of the dense model after this training. A second call with
 the same folder goes on where the first one stopped. The bars: a prompt of random tokens is read faster by at least 0.85
 of what the operations say, by decoders of half the layers, and of half the width, of random weights; two threads,
@@ -22,8 +22,8 @@ from figures import SHARED, Figure, is_quick, ratio, report, use_threads
 
 from ds_trainer import train
 from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.cut.sizes import outline_of_sizes
-from ds_trainer.models.flops import encoder_flops
 
 SHAPE = {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 3}
 SHAPE |= {"head_dim": 32, "intermediate_size": 768}
@@ -32,10 +32,8 @@ if is_quick():
 CUTS: dict[str, dict[str, Any]] = {
     "layers by loss": {"layers": 0.5},
     "layers by cosine": {"layers": 0.5, "layer_criterion": "cosine"},
-    "layers in a run": {"layers": 0.5, "layer_criterion": "cosine", "contiguous": True},
     "width": {"width": 0.5},
     "neurons": {"neurons": 0.38},
-    "mixture": {"granularity": "model", "target_flops": 0.5},
     "none": {},
 }
 """Each keeps about half of the operations at 128 tokens; the last is the dense model, trained as long as the others."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from figures import is_quick
-from support.forked_ranks import ForkServer, OwnForks
+from support.forked_ranks import ForkServer
 from support.killing import Kill, alike, arguments, finish, kill_often, trained, write
 from support.words import WORDS
 
@@ -98,7 +98,7 @@ def main() -> None:
     if flags.quick:
         flags.kills = flags.others = 1
     rows = []
-    with tempfile.TemporaryDirectory() as place, OwnForks() as server:
+    with tempfile.TemporaryDirectory() as place, ForkServer() as server:
         folder, begun = Path(place), time.monotonic()
         words = arguments(recipe_in(folder), EVERY, STEPS)
         whole = folder / "whole"

@@ -34,7 +34,7 @@ from loop_overhead import LOG_EVERY, Loop, plan_of, started
 from support.host_waits import host_waits, of
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.flops import encoder_flops
+from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import ROOT, Figure, is_quick, report
-from support.forked_ranks import OwnForks
+from support.forked_ranks import ForkServer
 
 from ds_trainer.config.recipe import TextSpec
 from ds_trainer.tasks.registry import training_texts
@@ -81,7 +81,7 @@ def done_of(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a command in a process that has held nothing yet or, where the run is quick, in one that has loaded all."""
     if not is_quick():
         return subprocess.run(command, capture_output=True, text=True)
-    with OwnForks() as forks:
+    with ForkServer() as forks:
         return forks.run_script(0, command[1:], timeout=300)
 
 

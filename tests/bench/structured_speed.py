@@ -25,7 +25,7 @@ from transformers import BertConfig, PreTrainedModel
 from ds_trainer.config.recipe import PruneSpec
 from ds_trainer.deploy.latency import in_turns
 from ds_trainer.deploy.onnx_file import outputs, session, write_onnx
-from ds_trainer.models.flops import encoder_flops
+from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.shrunk_model import shrunk_class
 from ds_trainer.ranks import distributed
 

@@ -70,8 +70,14 @@ def _words(schema: Any) -> Iterator[str]:
         yield from _words(value)
 
 
+def _engine_keys(keys: dict[str, Any]) -> Iterator[str]:
+    for key, entry in keys.items():
+        yield key
+        yield from _engine_keys(entry if isinstance(entry, dict) else {})
+
+
 RECIPE_WORDS = sorted(set(_words(Recipe.model_json_schema())))
-ENGINE_WORDS = sorted({*_words(key_table()), *key_table()["optimizers"], *key_table()["schedulers"]})
+ENGINE_WORDS = sorted({*_engine_keys(key_table()["keys"]), *key_table()["refused"], "adamw", "lion", "SGD", "WarmupLR"})
 
 
 @pytest.fixture(scope="module")

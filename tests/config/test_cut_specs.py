@@ -19,8 +19,8 @@ MISTAKES = {
     "sizes and keep": ({"layers": 0.5, "width": 0.5, "keep": 0.5}, "layers and width: a cut to sizes of the whole"),
     "sizes of heads": ({"neurons": 0.5, "granularity": "head"}, "neurons: a cut to sizes of the whole model"),
     "all layers": ({"layers": 1.0}, "less than 1"),
-    "mixture without a target": ({"granularity": "model", "keep": 0.5}, 'granularity "model" chooses the sizes'),
-    "a run of none": ({"width": 0.5, "contiguous": True}, "contiguous says which layers go"),
+    "a mixture of 0.2": ({"granularity": "model", "target_flops": 0.5}, "was removed in 0.3: write sizes, such as"),
+    "a run of 0.2": ({"layers": 0.5, "contiguous": True}, "contiguous was removed in 0.3: leave it out"),
     "rising": ({"keep": [0.3, 0.5]}, "keeps less at each"),
     "no tokens": ({"vocabulary": {"keep": 0}}, 'give "seen", a number of tokens'),
     "quoted": ({"vocabulary": {"keep": "5000"}}, 'give "seen", a number of tokens without quotes'),
@@ -44,10 +44,9 @@ def test_a_mistake_is_named(spec, message):
         ({"keep": 0.5, "granularity": "weight", "uniform": True}, False),
         ({"keep": 0.5, "granularity": "weight", "uniform": True, "method": "fisher"}, True),
         ({"granularity": "2:4"}, False),
-        ({"layers": 0.5, "width": 0.5}, True),
+        ({"layers": 0.5, "width": 0.5, "contiguous": False}, True),
         ({"layers": 0.5, "layer_criterion": "cosine"}, False),
         ({"width": 0.5, "neurons": 0.5}, False),
-        ({"granularity": "model", "target_flops": 0.5, "layer_criterion": "cosine"}, True),
     ],
 )
 def test_what_depends_on_answers_needs_a_trained_head(spec, judges):

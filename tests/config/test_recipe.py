@@ -100,7 +100,7 @@ def mistakes_of(data) -> str:
         (with_task(name="squad", max_sequence_length=3), ["task.max_sequence_length", '"max_seq_length"']),
         (with_task(name="mlm", word_mask=0.5), ["word_mask + word_keep + word_rand is 0.7"]),
         (with_task(name="mlm", min_seq_length=200), ["min_seq_length is 200 and max_seq_length is 128"]),
-        ({"tensorboard": False, "phases": [{"max_steps": 1, "histograms": True}]}, ["histograms", "set tensorboard"]),
+        ({"phases": [{"max_steps": 1, "histograms": True}]}, ["histograms was removed in 0.3", "add_histogram"]),
         (phase(student={}), ["student", "one of the two"]),
         (phase(student={"layers": [0], "config": {"model_type": "bert"}}), ["one of the two"]),
     ],

@@ -1,311 +1,385 @@
 """The engine file: read as DeepSpeed reads it, every mistake reported at once, every "auto" filled."""
 
-import base64
-import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.engine_files import HUGGING_FACE
+from support.launching import run_python
 
 from ds_trainer.config.recipe import Phase
 from ds_trainer.engine.engine_file import (
+    MICRO,
+    STEPS,
+    TRAIN,
     check_engine_file,
     read_engine_file,
     resolve_engine_file,
     settled_numbers,
+    settled_schedule,
 )
+from ds_trainer.engine.keys import key_table
 from ds_trainer.engine.optim import Hyperparameters
-from ds_trainer.ranks.failures import UserError
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
+NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
+HUGGING_FACE = {
+    "fp16": {"enabled": "auto", "loss_scale": "auto", "loss_scale_window": 1000, "hysteresis": 2},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"last_batch_iteration": -1}
+        | dict.fromkeys(("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": NVME | {"pin_memory": True, "buffer_count": 4, "fast_init": False},
+        "offload_param": NVME | {"buffer_size": 1e8, "max_in_cpu": 1e9},
+        "sub_group_size": 1e9,
+        "overlap_comm": "auto",
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False},
+    **dict.fromkeys((TRAIN, MICRO, STEPS, "gradient_clipping"), "auto"),
+    "steps_per_print": 2000,
+}
+"""Hugging Face's file for ZeRO-3 with NVMe."""
+DEEPSPEED = {
+    TRAIN: 8,
+    "prescale_gradients": False,
+    "communication_data_type": "FP32",
+    "zero_optimization": {"stage": 2, "cpu_offload": False, "leaf_module": {"classes": "Block"}},
+    "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+    "flops_profiler": {"enabled": False, "profile_step": 1, "output_file": None},
+    "tensorboard": {"enabled": False, "output_path": "out/", "job_name": "bert"},
+    "comms_logger": {"enabled": False, "prof_ops": ["all_reduce"]},
+    "checkpoint": {"tag_validation": "Warn", "load_universal": False, "parallel_write": {"pipeline_stage": False}},
+    "data_types": {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": "auto"},
+    "data_efficiency": {"enabled": False, "data_sampling": {"curriculum_learning": {"anything": 1}}},
+    "amp": {"enabled": False, "opt_level": "O1"},
+    "compile": {"deepcompile": False},
+    "pipeline": {"stages": "auto"},
+    "_comment": "mine",
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+}
+"""Most sections of DeepSpeed's documentation; those that ds_trainer refuses ask for nothing here."""
 
 
-def write(folder, text):
-    path = folder / "engine.json"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
+def zero(stage, **words):
+    return {"zero_optimization": {"stage": stage} | words}
 
 
-def resolve(config, phase=None, world_size=1, hidden_size=None, total_steps=None, warmup_steps=None):
-    return resolve_engine_file(
-        config, phase, world_size, hidden_size=hidden_size, total_steps=total_steps, warmup_steps=warmup_steps
-    )
-
-
-def the_mistake(config, phase=None, world_size=1):
-    mistakes = check_engine_file(config, phase, world_size)
-    assert len(mistakes) == 1, mistakes
-    return mistakes[0]
-
-
-def test_comments_and_trailing_commas_are_read(tmp_path):
-    """A file with all three kinds of comment and trailing commas gives the object that plain JSON would."""
-    text = '{\n// a\n# b\n/* c */ "zero_optimization": {"stage": 2,},\n"train_batch_size": 5e1, }'
-    assert read_engine_file(write(tmp_path, text)) == {
-        "zero_optimization": {"stage": 2},
-        "train_batch_size": 50,
-    }
+def phase_of(**fields):
+    return Phase(max_steps=10, **fields)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{\n "a": 1,\n "b": [1, 2\n', ["line 4", "column"]),
-        ('{"a": 1, "b": {"c": 1, "c": 2}}', ["'c' twice"]),
-        ("[1, 2]", ["must be an object"]),
-        ("{\n\n\xff".encode("latin-1"), ["not UTF-8", "line 3"]),
-        (b'{\n"a\0": 1}', ["control character", "line 2"]),
-        ('{"a": 1e999}', ["too large"]),
-        ('{"a": 1} /* never ends', ["ends inside a comment"]),
-        (" \n", ["is empty"]),
-        ('{"a":' * 2000, ["nested too deeply"]),
-    ],
+    "text", ['{\n// a\n# b\n/* c */ "zero_optimization": {"stage": 2,},\n"train_batch_size": 5e1, }']
 )
-def test_bad_files_are_reported_with_their_place(tmp_path, text, words):
-    """Each kind of bad file is one ValueError that names the file and the place, never another exception."""
-    path = write(tmp_path, text)
-    with pytest.raises(ValueError, match="engine file") as caught:
-        read_engine_file(path)
-    for word in [*words, str(path)]:
-        assert word in str(caught.value)
+def test_comments_and_trailing_commas_are_read(tmp_path, text):
+    """A file with all three kinds of comment and trailing commas gives the object that plain JSON would."""
+    (tmp_path / "engine.json").write_text(text)
+    assert read_engine_file(tmp_path / "engine.json") == zero(2) | {TRAIN: 50}
 
 
-def test_deepspeeds_autotuner_is_refused_in_one_sentence():
-    """It starts its trials with the file itself in base64 in place of a path, and logs what a trial prints."""
-    file = base64.b64encode(json.dumps({"zero_optimization": {"stage": 3}, "autotuning": {}}).encode()).decode()
-    with pytest.raises(UserError, match=r"use ds-tune with the same --deepspeed_config and --recipe"):
-        read_engine_file(file)
-
-
-def test_missing_file_and_folder_are_reported(tmp_path):
-    """A path that does not exist and a path of a folder have different messages."""
-    with pytest.raises(ValueError, match="does not exist"):
-        read_engine_file(tmp_path / "none.json")
-    with pytest.raises(ValueError, match="is a folder"):
-        read_engine_file(tmp_path)
+@pytest.mark.parametrize("config", [HUGGING_FACE, DEEPSPEED], ids=["hugging_face", "deepspeed"])
+def test_files_that_users_have_are_taken_by_deepspeed_too(config):
+    """Neither file has a mistake, and DeepSpeed's own parser reads from the resolved one what was filled in."""
+    ds_config = pytest.importorskip("deepspeed.runtime.config")
+    before = json.dumps(config)
+    assert check_engine_file(config, None, 1) == []
+    resolved = resolve_engine_file(config, None, 1, hidden_size=64, total_steps=10, warmup_steps=2)
+    assert json.dumps(config) == before
+    assert not {"activation_checkpointing", "amp", "compile"} & resolved.keys()
+    parsed = ds_config.DeepSpeedConfig(json.loads(json.dumps(resolved)))
+    assert parsed.train_batch_size == resolved[TRAIN] == config[TRAIN] if config[TRAIN] != "auto" else 32
+    assert parsed.zero_config.offload_param is None or parsed.zero_config.offload_param.buffer_size == 1e8
+    assert parsed.zero_optimization_stage == config["zero_optimization"]["stage"]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_files_are_good(path):
-    """Every file in ds_configs/ is without mistakes and resolves with no "auto" left and nothing lost."""
+    """Every file in ds_configs/ is without mistakes, and resolves with no "auto" left and nothing lost."""
     config = read_engine_file(path)
-    resolved = resolve(config, hidden_size=64, total_steps=100, warmup_steps=10, world_size=2)
+    assert check_engine_file(config, None, 2) == []
+    resolved = resolve_engine_file(config, None, 2, hidden_size=64, total_steps=100, warmup_steps=10)
     assert '"auto"' not in json.dumps(resolved)
     assert set(resolved) >= set(config)
-    assert resolved["train_batch_size"] == 64
+    assert resolved[TRAIN] == 64
 
 
-@pytest.mark.parametrize("value", [8.5, "8", True, 0, -8, [8]])
-@pytest.mark.parametrize("key", ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
-def test_batch_numbers_are_whole_and_positive(key, value):
-    """Nothing but a whole number above 0 or "auto" passes as a batch size, and it is one mistake only."""
-    assert the_mistake({key: value}).startswith(f"{key} is {json.dumps(value)}: write a whole number")
+ADAM = {"type": "AdamW"}
+MISTAKES = [
+    ({"train_bath_size": 8}, "train_bath_size is not a key that DeepSpeed knows: did you mean train_batch_size?"),
+    (zero(2, reduce_bucket_sise=1), "zero_optimization.reduce_bucket_sise is not a key that DeepSpeed knows"),
+    (
+        zero(3, offload_param={"devise": "cpu"}),
+        "offload_param.devise is not a key that DeepSpeed knows: did you mean d",
+    ),
+    ({"stage3_max_reuse_distance": 1}, "knows there: it belongs at zero_optimization.stage3_max_reuse_distance"),
+    *(
+        ({key: value}, f"{key} is {json.dumps(value)}: write a whole number")
+        for key in (TRAIN, MICRO, STEPS)
+        for value in (8.5, "8", True, 0, -8, [8])
+    ),
+    ({TRAIN: 10**400}, "write a whole number"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping is NaN: write a number"),
+    ({"steps_per_print": "auto"}, 'steps_per_print is "auto", which nothing can fill'),
+    (zero(4), "zero_optimization.stage is 4: write 0, 1, 2 or 3"),
+    (zero("auto"), 'zero_optimization.stage is "auto", which nothing can fill'),
+    ({"optimizer": ADAM | {"params": {"momentum": "auto"}}}, "optimizer.params.momentum"),
+    ({"optimizer": ADAM | {"params": {"lr": "1e-4"}}}, 'optimizer.params.lr is "1e-4": write a number'),
+    ({"prescale_gradients": "false"}, 'prescale_gradients is "false": write true or false'),
+    ({"bf16": True}, "bf16 is true: write an object"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both on"),
+    (zero(0, offload_optimizer={"device": "cpu"}), "stage 1, 2 or 3"),
+    (zero(2, offload_param={"device": "cpu"}), "works with stage 3"),
+    (zero(0, cpu_offload=True), "zero_optimization.offload_optimizer is on"),
+    (zero(3, offload_param={"device": "nvme"}), "nvme_path is missing"),
+    ({"managed_gradient_accumulation": False}, "leaves the accumulation to DeepSpeed"),
+    ({"prescale_gradients": True} | zero(1), "needs zero_optimization.reduce_scatter false with stage 1"),
+    ({"gradient_predivide_factor": 2} | zero(3, reduce_scatter=False), "does not work with zero_optimization.stage 3"),
+    ({"optimizer": {"params": {}}}, "optimizer has no type"),
+    ({"scheduler": {"params": {}}}, "scheduler has no type"),
+    ({"scheduler": {"type": "StepLR"}}, "write one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest"),
+    ({"autotuning": {"enabled": True}}, "autotuning is refused, remove it: DeepSpeed would end the run"),
+    ({"compile": {"deepcompile": True}}, "compile is refused, remove it: "),
+    (zero(2, zenflow={}), "zero_optimization.zenflow is refused"),
+    ({TRAIN: 30, MICRO: 8, STEPS: 2}, f"{TRAIN} is 30, but {MICRO} 8 x {STEPS} 2 x 2 ranks = 32"),
+    ({TRAIN: 30, STEPS: 4}, f"{TRAIN} is 30, which {STEPS} 4 x 2 ranks does not divide"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"), MISTAKES, ids=lambda value: None if isinstance(value, str) else str(value)[:60]
+)
+def test_each_mistake_is_reported_once(config, words):
+    """What DeepSpeed ignores, trains wrongly with, or refuses in words that do not help, is exactly one mistake."""
+    (mistake,) = check_engine_file(config, None, 2)
+    assert words in mistake
+
+
+SOUND = [
+    {"gradient_predivide_factor": 2},
+    {"prescale_gradients": True} | zero(2, reduce_scatter=False),
+    zero(1, offload_optimizer={"device": "cpu"}),
+    zero(3, offload_param={"device": "cpu"}),
+    {"// mine": 1, "#": 2},
+    {"hybrid_engine": {"enabled": False, "max_out_tokens": 512}},
+    {"nebula": None, "elasticity": False, "compression_training": {"weight_quantization": {"enabled": False}}},
+]
+
+
+@pytest.mark.parametrize("config", SOUND, ids=str)
+def test_what_works_is_no_mistake(config):
+    """Combinations that differ from a mistake in one word, and refused keys that ask for nothing."""
+    assert check_engine_file(config, None, 2) == []
+
+
+@pytest.mark.parametrize("path", key_table()["refused"])
+def test_a_refused_key_is_one_mistake_or_is_dropped(path):
+    """One that asks for something has the way out in its message; another one never reaches DeepSpeed."""
+    for value in (True, None):
+        config = value
+        for key in reversed(path.split(".")):
+            config = {key: config}
+        mistakes = check_engine_file(config, None, 1)
+        assert [m for m in mistakes if m.startswith(f"{path} is refused, remove it: ")] == mistakes
+        assert len(mistakes) == bool(value)
+    assert f'"{path.split(".")[-1]}"' not in json.dumps(resolve_engine_file(config, None, 1))
 
 
 def test_every_mistake_comes_at_once():
-    """Four mistakes in four places are four lines of one list, and `resolve` raises them all."""
-    config = {"train_batch_size": "8", "zero": 1, "bf16": {"enabled": 3}, "optimizer": {"type": "Adamm"}}
-    mistakes = check_engine_file(config, None, 1)
-    assert len(mistakes) == 4
-    with pytest.raises(ValueError, match="zero is not a key") as caught:
-        resolve(config)
-    assert str(caught.value).splitlines() == mistakes
+    """Mistakes in four places are four lines of one list."""
+    config = {TRAIN: "8", "zero": 1, "bf16": {"enabled": 3}, "optimizer": {}}
+    assert len(check_engine_file(config, None, 1)) == 4
+
+
+def test_the_table_has_the_keys_of_the_installed_deepspeed():
+    """Its sections that are pydantic models are read field by field, and its top level by what DeepSpeed asks for."""
+    ds_config = pytest.importorskip("deepspeed.runtime.config")
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    models = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+    models |= {"tensorboard": TensorBoardConfig, "wandb": WandbConfig, "csv_monitor": CSVConfig, "comet": CometConfig}
+    keys, refused = key_table()["keys"], key_table()["refused"]
+    for section, model in {**models, "comms_logger": CommsLoggerConfig}.items():
+        names = {name for key, field in model.model_fields.items() for name in (key, field.alias or key)}
+        assert names == keys[section].keys() | {
+            key.split(".")[1] for key in refused if key.startswith(f"{section}.")
+        } - {
+            "mics_shard_size",
+            "mics_hierarchical_params_gather",
+            "zeropp_loco_param",
+        }
+    asked = set()
+
+    class Noted(dict):
+        def get(self, key, default=None):
+            asked.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key):
+            asked.add(key)
+            return super().__contains__(key)
+
+        def keys(self):
+            return self
+
+    ds_config.DeepSpeedConfig(Noted({TRAIN: 1, MICRO: 1, STEPS: 1}))
+    assert asked - {"allgather_size"} <= keys.keys() | refused.keys()
 
 
 @pytest.mark.parametrize(
-    ("given", "phase", "world", "triangle"),
+    ("given", "fields", "world", "triangle"),
     [
-        ((None, None, None), None, 2, (64, 32, 1)),
-        (
-            ("auto", "auto", "auto"),
-            Phase(max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2),
-            2,
-            (32, 8, 2),
-        ),
-        ((64, None, None), None, 2, (64, 32, 1)),
-        ((64, 8, None), None, 2, (64, 8, 4)),
-        ((64, None, 4), None, 2, (64, 8, 4)),
-        ((None, 8, None), Phase(max_steps=1, train_batch_size=64), 1, (64, 8, 8)),
-        ((None, None, 4), None, 1, (128, 32, 4)),
-        ((32, 8, 2), Phase(max_steps=1, train_batch_size=32, per_device_train_batch_size=8), 2, (32, 8, 2)),
+        ((None, None, None), {}, 2, (64, 32, 1)),
+        (("auto",) * 3, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2, (32, 8, 2)),
+        ((64, None, None), {}, 2, (64, 32, 1)),
+        ((64, 8, None), {}, 2, (64, 8, 4)),
+        ((64, None, 4), {}, 2, (64, 8, 4)),
+        ((None, 8, None), {"train_batch_size": 64}, 1, (64, 8, 8)),
+        ((None, None, 4), {}, 1, (128, 32, 4)),
+        ((32, 8, 2), {"train_batch_size": 32, "per_device_train_batch_size": 8}, 2, (32, 8, 2)),
     ],
 )
-def test_two_batch_numbers_give_the_third(given, phase, world, triangle):
+def test_two_batch_numbers_give_the_third(given, fields, world, triangle):
     """train = micro x accumulation x ranks holds in the resolved file, whichever of the numbers are given."""
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    config = {key: value for key, value in zip(keys, given, strict=True) if value is not None}
-    resolved = resolve(config, phase, world)
-    assert tuple(resolved[key] for key in keys) == triangle
+    config = {key: value for key, value in zip((TRAIN, MICRO, STEPS), given, strict=True) if value is not None}
+    assert check_engine_file(config, phase_of(**fields), world) == []
+    resolved = resolve_engine_file(config, phase_of(**fields), world)
+    assert tuple(resolved[key] for key in (TRAIN, MICRO, STEPS)) == triangle
 
 
-def test_batch_contradictions_show_the_arithmetic():
-    """A triangle that does not close is one mistake with its product; one that does not divide says so."""
-    config = {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
-    assert the_mistake(config, world_size=2) == (
-        "train_batch_size is 30, but train_micro_batch_size_per_gpu 8 x gradient_accumulation_steps 2 "
-        "x 2 ranks = 32: "
-        'change one of them or write "auto"'
-    )
-    assert "gradient_accumulation_steps 4 x 2 ranks does not divide" in the_mistake(
-        {"train_batch_size": 30, "gradient_accumulation_steps": 4}, world_size=2
-    )
-    assert "3 ranks does not divide" in the_mistake({"train_batch_size": 32}, world_size=3)
+CYCLE = {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3}}}
+COSINE = {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10}}}
+
+
+def warmup(**params):
+    return {"scheduler": {"type": "WarmupLR", "params": params}}
 
 
 @pytest.mark.parametrize(
-    ("config", "phase", "places"),
+    ("config", "fields", "places"),
     [
-        ({"train_micro_batch_size_per_gpu": 8}, Phase(max_steps=1, per_device_train_batch_size=16), ("8", "16")),
+        ({MICRO: 8}, {"per_device_train_batch_size": 16}, ["8 in my file", "16 in the recipe"]),
+        ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["gradient_clipping is 0.5", "max_grad_norm is 1.0"]),
+        ({"optimizer": ADAM | {"params": {"lr": 1e-4}}}, {"learning_rate": 5e-5}, ["0.0001", "5e-05"]),
         (
-            {"gradient_clipping": 0.5},
-            Phase(max_steps=1, max_grad_norm=1.0),
-            ("gradient_clipping is 0.5", "max_grad_norm is 1.0"),
+            {"optimizer": ADAM | {"params": {"betas": [0.9, 0.98]}}},
+            {"adam_beta2": 0.999},
+            ["betas[1] is 0.98", "adam_beta2 is 0.999"],
         ),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
-            Phase(max_steps=1, learning_rate=5e-5),
-            ("0.0001", "5e-05"),
-        ),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.98]}}},
-            Phase(max_steps=1, adam_beta2=0.999),
-            ("betas[1] is 0.98", "adam_beta2 is 0.999"),
-        ),
-        ({"bf16": {"enabled": False}}, Phase(max_steps=1, bf16=True), ("bf16.enabled is false", "bf16 is true")),
+        ({"bf16": {"enabled": False}}, {"bf16": True}, ["bf16.enabled is false", "bf16 is true"]),
+        ({"fp16": {"enabled": True}}, {"bf16": True}, ["fp16 and bf16 are both on"]),
+        (warmup(warmup_num_steps=2), {"lr_scheduler_type": "cosine"}, ['lr_scheduler_type is "cosine" in the recipe']),
+        (warmup(warmup_num_steps=2), {"warmup_steps": 4}, ["warmup_num_steps is 2 in my file, but warmup_steps is 4"]),
+        (warmup(warmup_num_steps=2), {"warmup_steps": 0.4}, ["but warmup_steps is 4 in the recipe"]),
+        (CYCLE, {"lr_scheduler_type": "linear"}, ['scheduler.type is "OneCycle" in my file']),
+        (CYCLE, {"warmup_steps": 2}, ['scheduler.type is "OneCycle" in my file']),
+        (COSINE, {"lr_restarts": 1}, ["lr_restarts of the recipe has no effect beside the scheduler block"]),
     ],
 )
-def test_two_different_numbers_name_both_places(config, phase, places):
+def test_two_different_values_name_both_places(config, fields, places):
     """A value in the file and another in the recipe is one mistake that names both places and both values."""
-    mistake = the_mistake(config, phase)
-    assert "in my file" in check_engine_file(config, phase, 1, name="my file")[0]
-    for place in (*places, "in the engine file", "in the recipe"):
-        assert place in mistake
+    (mistake,) = check_engine_file(config, phase_of(**fields), 1, name="my file")
+    assert [place for place in places if place not in mistake] == []
 
 
-def test_absent_clipping_is_deepspeeds_default_in_writing():
-    """An absent gradient_clipping resolves to 1.0; the recipe's value, also 0.0, is used where it has one."""
-    assert resolve({})["gradient_clipping"] == 1.0
-    assert resolve({}, Phase(max_steps=1, max_grad_norm=0.0))["gradient_clipping"] == 0.0
-    assert resolve({"gradient_clipping": 0})["gradient_clipping"] == 0
+@pytest.mark.parametrize(
+    ("config", "fields", "schedule"),
+    [
+        (warmup(warmup_num_steps=4), {"warmup_steps": 0.4, "lr_scheduler_type": "constant_with_warmup"}, 4),
+        (warmup(warmup_num_steps="auto"), {"warmup_steps": 4}, 4),
+        (warmup(), {"warmup_steps": 4}, 4),
+        (warmup(warmup_num_steps=4), {}, 4),
+        (COSINE, {}, 1000),
+    ],
+)
+def test_the_schedule_has_one_home(config, fields, schedule):
+    """Where one of the files is silent, the other's is what DeepSpeed is given, and what prune plans by.
+
+    DeepSpeed's default for an absent number of steps is 1000.
+    """
+    phase, shape = phase_of(**fields), {"WarmupLR": "constant_with_warmup", "WarmupCosineLR": "cosine"}
+    assert check_engine_file(config, phase, 1) == []
+    settled = settled_schedule(config, phase)
+    assert settled["lr_scheduler_type"] == shape[config["scheduler"]["type"]]
+    assert settled["warmup_steps"] in (schedule, fields.get("warmup_steps"))
+    params = resolve_engine_file(config, phase, 1, warmup_steps=4)["scheduler"]["params"]
+    assert params.get("warmup_num_steps") == (4 if schedule == 4 else None)
+    assert check_engine_file(CYCLE, phase_of(warmup_steps=0), 1) == []
 
 
 def test_hugging_face_autos_are_filled():
-    """Every "auto" of the Hugging Face file has the value that Hugging Face's Trainer gives it."""
-    phase = Phase(
-        max_steps=1, per_device_train_batch_size=4, learning_rate=3e-5, weight_decay=0.1, adam_beta2=0.98, bf16=True
-    )
-    resolved = resolve(HUGGING_FACE, phase, world_size=2, hidden_size=64, total_steps=500, warmup_steps=0)
-    assert resolved["optimizer"]["params"] == {
-        "lr": 3e-5,
-        "betas": [0.9, 0.98],
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-    }
-    assert resolved["scheduler"]["params"] == {
-        "last_batch_iteration": -1,
-        "total_num_steps": 500,
-        "warmup_min_lr": 0,
-        "warmup_max_lr": 3e-5,
-        "warmup_num_steps": 1,
-    }
+    """Every "auto" that the recipe or the model can fill has the value that Hugging Face's Trainer gives it.
+
+    The buckets of a narrow model are larger than Hugging Face's.
+    """
+    fields = {"per_device_train_batch_size": 4, "learning_rate": 3e-5, "weight_decay": 0.1, "adam_beta2": 0.98}
+    phase = phase_of(**fields, bf16=True)
+    resolved = resolve_engine_file(HUGGING_FACE, phase, 2, hidden_size=4096, total_steps=500, warmup_steps=0)
+    assert resolved["optimizer"]["params"] == {"lr": 3e-5, "betas": [0.9, 0.98], "eps": 1e-8, "weight_decay": 0.1}
+    warmed = {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 1, "total_num_steps": 500}
+    assert resolved["scheduler"]["params"] == {"last_batch_iteration": -1} | warmed
     assert (resolved["bf16"]["enabled"], resolved["fp16"]["enabled"]) == (True, False)
-    assert '"auto"' not in json.dumps(resolved)
-
-
-@pytest.mark.parametrize(
-    ("hidden", "bucket", "prefetched", "kept"),
-    [(64, 4_000_000, 4_000_000, 640), (4096, 16_777_216, 15_099_494, 40_960)],
-)
-def test_sizes_follow_the_width_of_the_model(hidden, bucket, prefetched, kept):
-    """A wide model has Hugging Face's buckets, and a narrow one larger ones."""
-    zero = resolve(HUGGING_FACE, hidden_size=hidden)["zero_optimization"]
-    assert zero["reduce_bucket_size"] == bucket
-    assert zero["stage3_prefetch_bucket_size"] == prefetched
-    assert zero["stage3_param_persistence_threshold"] == kept
-
-
-def test_what_is_not_known_yet_stays_auto_until_it_is():
-    """Without hidden size and steps only those values stay "auto", and resolving again fills them."""
-    early = resolve(HUGGING_FACE)
-    assert early["zero_optimization"]["reduce_bucket_size"] == "auto"
-    assert early["scheduler"]["params"]["total_num_steps"] == "auto"
-    late = resolve(early, hidden_size=8, total_steps=10, warmup_steps=2)
-    assert late == resolve(HUGGING_FACE, hidden_size=8, total_steps=10, warmup_steps=2)
-    assert '"auto"' not in json.dumps(late)
-
-
-def test_autos_that_deepspeed_drops_become_its_default():
-    """An "auto" that DeepSpeed drops becomes DeepSpeed's default in writing; its own "auto" stays."""
-    zero = {
-        "stage": 3,
-        "sub_group_size": "auto",
-        "overlap_comm": "auto",
-        "offload_param": {"device": "cpu", "buffer_size": "auto"},
-    }
-    resolved = resolve({"zero_optimization": zero, "data_types": {"keep_in_fp32_modules": "auto"}})
-    assert resolved["zero_optimization"] == {
-        "stage": 3,
-        "sub_group_size": 10**9,
-        "offload_param": {"device": "cpu", "buffer_size": 10**8},
-    }
-    assert resolved["data_types"] == {"keep_in_fp32_modules": "auto"}
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    assert [resolved["zero_optimization"][key] for key in sizes] == [16_777_216, 15_099_494, 40_960]
+    narrow = resolve_engine_file(HUGGING_FACE, phase, 2, hidden_size=64)
+    assert [narrow["zero_optimization"][key] for key in sizes] == [4_000_000, 4_000_000, 640]
+    assert narrow["scheduler"]["params"]["total_num_steps"] == "auto"  # not known yet
 
 
 def test_the_recipes_precision_reaches_the_file():
     """bf16 of the recipe turns the engine's bf16 on, unless the file has an autocast of that type."""
-    assert resolve({}, Phase(max_steps=1, bf16=True))["bf16"] == {"enabled": True}
-    assert "bf16" not in resolve({}, Phase(max_steps=1, bf16=False))
-    assert resolve({"bfloat16": {}}, Phase(max_steps=1, bf16=True))["bfloat16"] == {"enabled": True}
-    autocast = resolve({"torch_autocast": {"enabled": "auto", "dtype": "bfloat16"}}, Phase(max_steps=1, bf16=True))
-    assert autocast["torch_autocast"]["enabled"] is True
-    assert "bf16" not in autocast
-    assert "both on" in the_mistake({"fp16": {"enabled": True}}, Phase(max_steps=1, bf16=True))
+    assert resolve_engine_file({}, phase_of(bf16=True), 1)["bf16"] == {"enabled": True}
+    assert "bf16" not in resolve_engine_file({}, phase_of(bf16=False), 1)
+    autocast = {"torch_autocast": {"enabled": "auto", "dtype": "bfloat16"}}
+    resolved = resolve_engine_file(autocast, phase_of(bf16=True), 1)
+    assert resolved["torch_autocast"]["enabled"] is True
+    assert "bf16" not in resolved
 
 
 def test_offload_gets_an_optimizer_block():
     """CPU offload without an optimizer block gets AdamW with the recipe's numbers; else there is none."""
-    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert resolve(offload, Phase(max_steps=1, weight_decay=0.1))["optimizer"] == {
+    offload, phase = zero(2, offload_optimizer={"device": "cpu"}), phase_of(weight_decay=0.1)
+    assert resolve_engine_file(offload, phase, 1)["optimizer"] == {
         "type": "AdamW",
         "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1},
     }
-    assert "optimizer" not in resolve({"zero_optimization": {"stage": 2}})
-    assert "optimizer" not in resolve({**offload, "zero_force_ds_cpu_optimizer": False})
+    assert "optimizer" not in resolve_engine_file(zero(2), phase, 1)
+    assert "optimizer" not in resolve_engine_file({**offload, "zero_force_ds_cpu_optimizer": False}, phase, 1)
 
 
-def test_the_files_numbers_win_where_the_recipe_is_silent():
-    """settled_numbers gives the file's learning rate and betas, and a value for every field."""
+def test_numbers_are_the_files_the_recipes_or_the_defaults():
+    """In this order; an absent gradient_clipping is DeepSpeed's 1.0 in writing, and 0.0 is a value."""
     config = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.8, 0.9]}}}
-    numbers = settled_numbers(config, Phase(max_steps=1, adam_epsilon=1e-6), 1)
+    numbers = settled_numbers(config, phase_of(adam_epsilon=1e-6), 1)
     assert numbers.optimizer == Hyperparameters(1e-4, 0.0, (0.8, 0.9), 1e-6)
-    assert None not in vars(numbers).values()
+    assert resolve_engine_file(config, phase_of(adam_epsilon=1e-6), 1)["optimizer"]["params"]["eps"] == 1e-6
+    clipping = [
+        resolve_engine_file(c, p, 1)["gradient_clipping"] for c, p in (({}, None), ({}, phase_of(max_grad_norm=0.0)))
+    ]
+    assert clipping == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_deepspeed_parses_the_resolved_files(path):
-    """DeepSpeed's own parser takes every resolved file of ours and reads the same numbers from it."""
-    config = pytest.importorskip("deepspeed.runtime.config")
-    resolved = resolve(read_engine_file(path), hidden_size=64)
-    parsed = config.DeepSpeedConfig(copy.deepcopy(resolved))
-    assert parsed.train_batch_size == resolved["train_batch_size"] == 32
-    assert parsed.gradient_clipping == 1.0
-    assert parsed.zero_optimization_stage == resolved.get("zero_optimization", {}).get("stage", 0)
-
-
-def test_mistakes_are_found_without_torch_and_fast():
-    """Importing the module and checking a file loads no torch or DeepSpeed, and takes under a second of CPU."""
+def test_the_command_ends_before_torch_is_loaded(tiny_recipe, write_json, tmp_path):
+    """Mistakes in both files are one message and exit code 2, without torch and without output."""
     code = (
-        "import sys, time\n"
-        "from ds_trainer.engine.engine_file import check_engine_file\n"
-        "check_engine_file({'train_bath_size': 8}, None, 1)\n"
-        "heavy = {'torch', 'deepspeed', 'transformers'} & set(sys.modules)\n"
-        "print(time.process_time(), *heavy)"
+        "import sys; from ds_trainer.cli.command import run_command; from ds_trainer.cli.train import train_command; "
+        "code = run_command(train_command, sys.argv[1:]); print(code, {'torch', 'deepspeed'} & set(sys.modules))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    seconds, *heavy = out.split()
-    assert not heavy
-    assert float(seconds) < 1
+    engine = write_json("engine.json", {"autotuning": {"enabled": True}, "train_bath_size": 8})
+    files = ("--deepspeed_config", engine, "--recipe", write_json("r.json", tiny_recipe | {"sed": 1}))
+    done = run_python("-c", code, *files, "--output_dir", str(tmp_path / "out"))
+    assert done.stdout.split() == ["2", "set()"]
+    assert all(words in done.stderr for words in ("autotuning is refused", "did you mean train_batch_size", "sed"))
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

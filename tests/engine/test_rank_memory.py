@@ -1,16 +1,30 @@
-"""The memory of a rank by arithmetic equals the bytes of the tensors that DeepSpeed's engine really keeps."""
+"""The memory of a rank by arithmetic is that of the tensors that DeepSpeed's engine keeps; what a lack of it says.
+
+As a script under `deepspeed --num_gpus N`, this file takes two steps of a small BERT under every ZeRO stage and writes
+to its argument, by case, the bytes by arithmetic and those counted.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
+import weakref
+from itertools import product
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from support.exhaustive import chosen
 from support.launching import run_deepspeed
 from torch import nn
 
 from ds_trainer.engine.live_memory import LiveMemory
+from ds_trainer.engine.memory import EVAL_FIELD, TRAIN_FIELD, explaining_memory, held
 from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory, offloaded, rank_memory
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import OutOfMemoryError, exit_code
 
 SIZES = ModelSizes(trained=1000, frozen=200, largest=300)
 BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
@@ -23,7 +37,7 @@ def test_arithmetic_equals_the_tensors_of_the_engine(ranks, tmp_path):
     Each of them is taken on one of both numbers of ranks, and with --exhaustive on both.
     ZeRO-3 in fp32 on 2 ranks holds less, since its largest gradient is alone when the weights are gathered.
     """
-    done = run_deepspeed(ranks, "tests/support/memory_worker.py", str(tmp_path / "out.json"))
+    done = run_deepspeed(ranks, "tests/engine/test_rank_memory.py", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr[-3000:]
     for case, (foretold, counted) in json.loads((tmp_path / "out.json").read_text()).items():
         margin = 0.07 if case.startswith("3-fp32") and ranks == 2 else 0.01
@@ -31,7 +45,7 @@ def test_arithmetic_equals_the_tensors_of_the_engine(ranks, tmp_path):
 
 
 def test_live_memory_counts_what_lives_at_once():
-    """A tensor counts until it is freed; a view, and what existed before, do not."""
+    """A tensor counts until it is freed, and so does what a backward needs; a view, and what existed before, do not."""
     before = torch.ones(100)
     with LiveMemory() as live:
         one = before * 2
@@ -45,10 +59,6 @@ def test_live_memory_counts_what_lives_at_once():
         other = torch.zeros(10)
         assert (live.now, live.peak) == (40, 400)
         del other
-
-
-def test_live_memory_counts_what_a_backward_needs():
-    """Of a linear layer with a ReLU: the output of the first, which the second keeps as its own."""
     layer, rows = nn.Linear(8, 16), torch.ones(4, 8)
     with LiveMemory() as live:
         out = layer(rows).relu()
@@ -76,24 +86,137 @@ def test_optimizers_keep_their_own_number_of_values(optimizer, states):
     assert rank_memory(SIZES, config, 4).held["optimizer"] == 4 * 1000 * states
 
 
-def phase_memory(on_gpu: bool) -> PhaseMemory:
-    lines = (Activations(128, False, 1000, 500), Activations(128, True, 1000, 50))
-    return PhaseMemory(SIZES, 100, lines, teacher=4000, shared_teacher=800, process=10_000, on_gpu=on_gpu)
-
-
 def test_a_phase_is_described_by_its_parts():
-    """The teacher's share, the activations of the longest examples, with and without checkpointing, and the scores."""
-    plain, again = (phase_memory(False).describe(BATCH, checkpointing) for checkpointing in (False, True))
+    """The teacher's share, the activations of the longest examples, with and without checkpointing, and the scores.
+
+    On a GPU, what is offloaded is in the memory of the host.
+    """
+    lines = (Activations(128, False, 1000, 500), Activations(128, True, 1000, 50))
+    on_cpu, on_gpu = (PhaseMemory(SIZES, 100, lines, 4000, 800, process=10_000, on_gpu=gpu) for gpu in (False, True))
+    plain, again = (on_cpu.describe(BATCH, checkpointing) for checkpointing in (False, True))
     assert (plain["ranks"], plain["teacher"]) == (4, 4200)
     assert (plain["activations"], again["activations"]) == (2000, 1100)
     assert plain["of_which_mask_scores"] == 100 * (4 + 8 + 4 + 4)
     # gradients and the copy in which they are reduced are more than the activations
-    assert plain["peak"] == 1200 * 4 + 1000 * 8 + 1000 * 8 + 300 * 4 + 4200 + 10_000
-
-
-def test_what_is_offloaded_is_in_the_hosts_memory():
+    tensors = 1200 * 4 + 1000 * 8 + 1000 * 8
+    assert plain["peak"] == tensors + 300 * 4 + 4200 + 10_000
+    whole = on_gpu.describe(BATCH, False)
+    assert (whole["peak_of_the_gpu"], whole["peak_of_the_host"]) == (tensors + 4200, 10_000)
     config = BATCH | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     memory = rank_memory(SIZES, config, 4)
     assert offloaded(memory, config) == {"optimizer": 250 * 8, "master_weights": 250 * 4}
-    described = phase_memory(True).describe(config, False)
+    described = on_gpu.describe(config, False)
     assert described["peak_of_the_host"] == 10_000 + 250 * 12
+    assert described["peak_of_the_gpu"] == memory.peak(2000) + 4200 - 250 * 12
+
+
+RUNNING_OUT = {
+    "torch": lambda: torch.empty(10**15),
+    "numpy": lambda: np.empty(10**15),
+    "python": lambda: bytearray(10**15),
+}
+
+
+@pytest.mark.parametrize("allocator", RUNNING_OUT)
+def test_whatever_allocator_fails_it_is_one_error_with_a_code_of_its_own(allocator):
+    """Torch, numpy and Python each have another error for it; what the failed step held is free again."""
+    kept = []
+
+    def step() -> None:
+        activations = torch.ones(10)
+        kept.append(weakref.ref(activations))
+        RUNNING_OUT[allocator]()
+
+    with pytest.raises(OutOfMemoryError) as error, explaining_memory(" in a test", "--batch_size", 64):
+        step()
+    cure = r"Lower --batch_size \(now 64\), or lower the task's max_seq_length\."
+    assert re.fullmatch(rf"rank 0 \(host .+\) ran out of memory in a test: .+\. {cure}", str(error.value))
+    assert exit_code(error.value) == 6
+    assert kept[0]() is None
+    # only rank 0 scores: the other ranks end with the same exit code, and without a message
+    of_others = distributed._for_other_ranks(MemoryError("Unable to allocate 7 PiB"))
+    assert (type(of_others), getattr(of_others, "reporter", None)) == (OutOfMemoryError, 0)
+
+
+def test_other_errors_stay_what_they_are():
+    """A wrong shape is no matter of memory; an error that was reported already stays the same."""
+    for mistake in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OutOfMemoryError("x"), KeyError("x")):
+        with pytest.raises(type(mistake)) as error, explaining_memory("", "x", 1):
+            raise mistake
+        assert error.value is mistake
+
+
+def test_the_advice_names_what_can_still_be_changed(monkeypatch):
+    """No batch of less than one, no stage above 3, no sharing by one rank; and what the rank held, by part."""
+    config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 1}
+
+    def advice(field, size, stage, **more):
+        zero = config | {"zero_optimization": {"stage": stage}}
+        with pytest.raises(OutOfMemoryError) as error, explaining_memory("", field, size, zero, **more):
+            raise MemoryError("x")
+        return str(error.value).partition("ran out of memory: x. ")[2]
+
+    sizes = ModelSizes(trained=1 << 20, frozen=1 << 19, largest=1 << 12)
+    more = {"situation": lambda: held(sizes, {"gradient_accumulation_steps": 1}), "more": ["set y"]}
+    holds, _, cure = advice(TRAIN_FIELD, 8, 2, **more).partition("and all else. ")
+    parts = "gradients 4 MiB, parameters 6 MiB, master_weights 0 MiB, optimizer 8 MiB; the peak of the process"
+    assert f"By the arithmetic of ZeRO stage 0 it holds {parts}" in holds
+    least = "ower the task's max_seq_length."
+    assert cure == f"Lower {TRAIN_FIELD} (now 8) and raise gradient_accumulation_steps as much, or set y, or l{least}"
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    assert advice(EVAL_FIELD, 1, 3) == f"L{least}"
+    assert (
+        advice(EVAL_FIELD, 2, 2) == f"Lower {EVAL_FIELD} (now 2), or raise zero_optimization.stage (now 2), or l{least}"
+    )
+
+
+def counted(config: dict, vocabulary: int) -> tuple[int, int]:
+    """The peak by arithmetic, and that of all tensors that live in the second step."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from ds_trainer.engine import engine
+    from ds_trainer.engine.optim import Hyperparameters, parameter_groups
+
+    base = Hyperparameters(1e-4)
+    shape = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 256}
+    with LiveMemory() as live:
+        model = BertForSequenceClassification(BertConfig(**shape, vocab_size=vocabulary))
+        groups = parameter_groups(model, [], [], base)
+        sizes = ModelSizes.of(model, groups)
+        ds_engine = engine.start_engine(model, groups, config, base, lambda step: 1.0)
+        ids, labels = torch.tensor([[5, 6]]), torch.tensor([1])
+        for step in range(2):
+            live.peak = live.now if step else 0
+            for _ in range(config["gradient_accumulation_steps"]):
+                ds_engine.backward(ds_engine(input_ids=ids, labels=labels).loss)
+                ds_engine.step()
+    engine.stop_engine(ds_engine)
+    return rank_memory(sizes, config, distributed.world_size()).peak(activations=0), live.peak
+
+
+def main(out: str) -> None:
+    distributed.start()
+    alone = distributed.world_size() == 1
+    every = product(range(4), ("fp32", "bf16"), (1, 2))
+    # each on one of both numbers of ranks
+    cases = chosen(every, lambda c: ((c[1] == "bf16") == (c[2] == 2)) != alone)
+    results, sizes = {}, {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 10_000}
+    # a small vocabulary: most memory is taken where the backward begins, as ZeRO-3 has left the weights gathered
+    for stage, precision, accumulation, vocabulary in [*((*case, 4000) for case in cases), (3, "fp32", 1, 50)]:
+        config = {
+            "train_batch_size": accumulation * distributed.world_size(),
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0} | sizes,
+            "bf16": {"enabled": precision == "bf16"},
+        }
+        results[f"{stage}-{precision}-{accumulation}-{vocabulary}"] = counted(config, vocabulary)
+    if distributed.is_main():
+        Path(out).write_text(json.dumps(results))
+    distributed.stop()
+    distributed.leave(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[-1])

@@ -219,8 +219,5 @@ def test_a_run_writes_deepspeeds_own_files_into_its_output_folder(talkative):
 
 @pytest.mark.parametrize("key", PRINTED)
 def test_what_an_engine_file_asks_deepspeed_to_print_is_printed(talkative, key):
-    """Each of these keys has its words in the output; what is warned of is the one key that has no effect."""
-    done, folder = talkative
-    assert PRINTED[key][1] in done.stdout
-    (warning,) = [line for line in done.stderr.splitlines() if "without effect" in line]
-    assert warning == f"without effect in {folder / 'engine.json'}: aio (needs an offload with device nvme)"
+    """Each of these keys has its words in the output."""
+    assert PRINTED[key][1] in talkative[0].stdout

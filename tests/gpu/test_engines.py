@@ -73,7 +73,7 @@ def test_collectives_work_over_the_backend_of_the_device(device, monkeypatch):
     assert dist.get_backend() == ("nccl" if device.type == "cuda" else "gloo")
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     values = torch.tensor([1.0, -2.0])
-    for reduced, expected in ((distributed.total, 1), (distributed.mean, 0.5), (distributed.maximum, 1)):
+    for reduced, expected in ((distributed.total, 1), (distributed.mean, 0.5)):
         assert reduced(values).device == device
         assert torch.equal(reduced(values).cpu(), values * expected)
     assert distributed.broadcast({"a": [1]}) == {"a": [1]}

@@ -37,9 +37,7 @@ FIGURES = {
     "student_speed": 1,
     "teacher_cache": 1,
     "top_k_cache": 8,
-    "traffic": 1,
     "tune": 1,
-    "two_ranks": 3,
 }
 """How many figures each prints; `faults.py` and `recipes.py` print tables."""
 

@@ -10,20 +10,11 @@ import torch
 from safetensors.torch import load_file
 from support.interrupting import records_of
 from support.killing import alike
-from support.launching import run_without_library
 from support.trained_runs import becomes_model, read
 
-import ds_trainer
 from ds_trainer.engine.checkpoint import Checkpoints
 
-ALONE = """
-import sys
-import torch, transformers
-model = transformers.AutoModelForSequenceClassification.from_pretrained(sys.argv[1], trust_remote_code=True)
-with torch.no_grad():
-    torch.save(model(input_ids=torch.arange(5, 25).view(2, 10)).logits, sys.argv[2])
-"""
-RUNS = {"zero0": 2, "zero1": 2, "zero2": 2, "zero3": 2, "alone": 1}
+RUNS = {"zero0": 2, "zero3": 2, "alone": 1}
 """The number of ranks of each run."""
 COMMON = {"train_batch_size": 16, "learning_rate": 2e-3, "per_device_eval_batch_size": 16, "logging_steps": 1}
 DENSE = COMMON | {"name": "dense", "max_steps": 30}
@@ -79,16 +70,14 @@ def test_the_cut_does_not_depend_on_ranks_or_stages(runs, name):
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_a_cut_model_is_trained_under_every_stage(runs, stage):
+def test_a_cut_model_is_trained_under_zero3(runs):
     """Its sizes stay, its weights move, and its losses are those of ZeRO 0."""
-    run = runs / f"zero{stage}"
-    before, after = cut_of(run), load_file(run / "model" / "model.safetensors")
+    before, after = cut_of(runs / "zero3"), load_file(runs / "zero3" / "model" / "model.safetensors")
     assert {name: weight.shape for name, weight in before.items()} == {name: w.shape for name, w in after.items()}
     assert all(not torch.equal(after[name], before[name]) for name in before if name.endswith("query.weight"))
     losses = [
         [record["train/loss"] for record in records_of(runs / name / "log.jsonl") if "train/loss" in record]
-        for name in (run.name, "zero0")
+        for name in ("zero3", "zero0")
     ]
     assert len(losses[0]) == 12
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -111,13 +100,3 @@ def test_a_cut_run_is_resumed_with_the_same_cut(runs, server, words, tmp_path):
     assert made == {path: path.stat().st_mtime_ns for path in (run.output / "starting_models").rglob("*")}
     assert alike(run.output, runs / "zero3")
     assert becomes_model(run.output / "checkpoint-12", run.output / "model", tmp_path / "exported")
-
-
-def test_the_folder_is_loaded_without_this_library(runs, tmp_path):
-    """The same logits in a process that cannot import it."""
-    folder = runs / "zero3" / "model"
-    done = run_without_library(ALONE, str(folder), str(tmp_path / "logits.pt"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    with torch.no_grad():
-        logits = ds_trainer.load_model(folder).eval()(input_ids=torch.arange(5, 25).view(2, 10)).logits
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits)

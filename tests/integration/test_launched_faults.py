@@ -15,7 +15,7 @@ import pytest
 from support.exhaustive import chosen
 from support.interrupting import Run, running, status_of
 from support.killing import PHASE, alike, arguments, finish, trained, write
-from support.launching import ROOT, environment, forget_port, free_port
+from support.launching import ROOT, environment, free_port
 
 EVERY, STEPS = 10, 80
 
@@ -89,7 +89,6 @@ def run_and_kill_a_rank(command: list[str], output: Path) -> subprocess.Complete
             if not killed and trained(output) > EVERY:
                 os.kill(status_of(output)["process"], signal.SIGKILL)
                 killed = True
-    forget_port(port)
     return subprocess.CompletedProcess(place, process.returncode, "".join(said))
 
 
@@ -111,9 +110,11 @@ def test_the_restart_loop_goes_on_until_the_run_is_finished(words, whole, tmp_pa
 def test_torchrun_restarts_a_run(words, whole, tmp_path):
     """PyTorch's elastic agent starts all ranks again after one was killed; DeepSpeed 0.19.8 no longer has its own."""
     output = tmp_path / "out"
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2", "--max-restarts", "2"]
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
     files = ["--deepspeed_config", "ds_configs/zero2.json", "--output_dir", str(output), "--resume", *words]
-    done = run_and_kill_a_rank([*torchrun, "--master_port", "{port}", "launch/train.py", *files], output)
+    done = run_and_kill_a_rank(
+        [*torchrun, "--max-restarts", "2", "--master_port", "{port}", "launch/train.py", *files], output
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     assert f"{PHASE}: resumed from {output / f'checkpoint-{EVERY}'}" in done.stdout
     assert alike(output, whole)
@@ -126,11 +127,3 @@ def test_the_restart_loop_does_not_repeat_what_a_restart_cannot_mend(tmp_path, c
     command = ["bash", "launch/restart.sh", "3", str(tmp_path), "bash", "-c", f"echo x >> {tries}; exit {code}"]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == code
     assert tries.read_text().count("x") == attempts
-
-
-def test_the_restart_loop_says_how_it_is_used(tmp_path):
-    """Without a number of attempts: exit code 2."""
-    command = ["bash", "launch/restart.sh", "OUT", "deepspeed", "launch/train.py"]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "usage: restart.sh ATTEMPTS OUTPUT_DIR COMMAND" in done.stderr

@@ -28,7 +28,7 @@ def outputs(tmp_path_factory):
     @cache
     def run(ranks):
         out = tmp_path_factory.mktemp("zero") / "losses.json"
-        done = run_deepspeed(ranks, "tests/support/zero_matrix.py", str(out), shared_memory=True)
+        done = run_deepspeed(ranks, "tests/support/zero_matrix.py", str(out), timeout=900)
         assert done.returncode == 0, done.stderr[-3000:]
         return out
 
@@ -57,18 +57,25 @@ def test_a_partitioned_teacher_is_held_in_parts(ranks, stage, outputs):
     assert whole / ranks <= parts <= 1.01 * whole / ranks
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"l0"}))
-def test_the_reference_prunes(method):
-    """Some and not all, so that the agreement of densities says something; the gates of l0 start open, by its paper."""
-    densities = [found["prune/density"] for found in reference_of(Case(method, 0, "fp32"))["readings"]]
-    assert 0 < densities[-1] < 1
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_the_search_for_a_cutoff_waits_for_the_device(ranks, outputs):
+    """Between two records the techniques read no value from the device, but for the choice of single weights."""
+    for case, seen in json.loads(outputs(ranks).read_text()).items():
+        teaches = case.partition("-zero")[0] in {*DISTILLED, *EXITS} - {"both", "all"}
+        choice = [f"ds_trainer/techniques/prune/{name}.py" for name in ("rules", "selection")]
+        assert {*seen["waits"]} <= {*choice * (not teaches)}, case
 
 
 @pytest.mark.parametrize("method", [*METHODS, *DISTILLED, *EXITS])
-def test_the_reference_learns(method):
-    """The cases are no trivial ones: the loss changes at every step, and so the agreement says something."""
-    losses = reference_of(Case(method, 0, "fp32"))["losses"]
-    assert all(abs(a - b) > 1e-4 for a, b in pairwise(losses))
+def test_the_reference_is_no_trivial_case(method):
+    """The loss changes at every step, and some weights are pruned, not all: so the agreement above says something.
+
+    The gates of l0 start open, by its paper.
+    """
+    found = reference_of(Case(method, 0, "fp32"))
+    assert all(abs(a - b) > 1e-4 for a, b in pairwise(found["losses"]))
+    if method in METHODS and method != "l0":
+        assert 0 < found["readings"][-1]["prune/density"] < 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,4 +1,4 @@
-"""FLOPs counted by hand against those that torch counts while a model runs."""
+"""FLOPs counted by hand against those that torch counts while a model runs, and seconds of layers."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ds_trainer.models.flops import decision_flops, encoder_flops
+from ds_trainer.models.costs import decision_flops, encoder_flops, layer_seconds
 from ds_trainer.models.layers import SIZES_OF, blocks_of, decisions_of, layers_of
 from ds_trainer.models.shrunk_model import shrunk_class
 
@@ -63,17 +63,6 @@ def test_of_a_shrunk_model_what_is_left_is_counted(family):
     assert encoder_flops(shrunk, TOKENS) == counted(shrunk) < encoder_flops(whole, TOKENS)
 
 
-def test_a_model_of_a_folders_own_code_is_counted_as_ours(tmp_path):
-    """Its classes are copies of ours: an empty block has no products there either."""
-    whole = model_of("bert")
-    whole.config.shrunk = {"heads": [1, 0, 4], "neurons": [7, 48, 0]}
-    ours = shrunk_class(type(whole))(whole.config)
-    ours.save_pretrained(tmp_path)
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, trust_remote_code=True)
-    assert type(theirs).__module__ != type(ours).__module__
-    assert encoder_flops(theirs, TOKENS) == encoder_flops(ours, TOKENS)
-
-
 @pytest.mark.parametrize(
     "fields",
     [{"share_att_key": True}, {"pos_att_type": ["c2p"]}, {"position_buckets": 4}, {"relative_attention": False}],
@@ -95,3 +84,29 @@ def test_decisions_share_out_the_layers(family):
     )
     assert total == pytest.approx(encoder_flops(model, TOKENS))
     assert {block.kind for layer in layers_of(model).values() for block in blocks_of(layer)} == SIZES_OF.keys()
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "modernbert"])
+def test_a_layer_is_measured_whole_and_by_its_decisions(family, monkeypatch):
+    """By a clock of operations: what runs is one layer, and a decision takes what it computes.
+
+    A config with the sizes of three layers is measured as one whole layer.
+    """
+
+    def operations(call, device):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        return float(counter.get_total_flops())
+
+    monkeypatch.setattr("ds_trainer.models.costs.seconds", operations)
+    monkeypatch.setattr("ds_trainer.models.costs._ROUNDS", 1)
+    model, cpu = model_of(family), torch.device("cpu")
+    measured = layer_seconds(type(model.base_model), model.config, 16, cpu)
+    layer = next(iter(layers_of(model).values()))
+    assert measured.count == {block.kind: decisions_of(block, layer, model.config) for block in blocks_of(layer)}
+    assert measured.layer == pytest.approx(encoder_flops(model, 16) / 3, rel=0.02)
+    for block in blocks_of(layer):
+        assert measured.decision[block.kind] == pytest.approx(decision_flops(block, layer, model.config, 16))
+    model.config.shrunk = {"heads": [1, 0, 2], "neurons": [48, 24, 0]}
+    assert layer_seconds(shrunk_class(type(model.base_model)), model.config, 16, cpu) == measured
+    assert model.config.shrunk["heads"] == [1, 0, 2]

@@ -21,7 +21,7 @@ from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.trust import Trust
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.model_folder import folder_mistakes
-from ds_trainer.models.pretrained import CLASSIFIER, check_fits, load_tokenizer, load_with_head
+from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
@@ -157,6 +157,9 @@ BY_LOADING: dict[str, tuple[Spoil, str]] = {
         ),
         "no tokenizer that transformers can load",
     ),
+    "a tokenizer of no model": (put("tokenizer.json", '{"added_tokens": [], "model": {}}'), "no tokenizer that"),
+    "labels of another kind": (edit("config.json", id2label=[]), "AttributeError"),
+    "a width of another kind": (edit("config.json", hidden_size="x"), "expected int"),
     "an unknown model": (edit("config.json", model_type="evil"), "the config of"),
     "another architecture": (
         edit("config.json", model_type="distilbert", architectures=["DistilBertForSequenceClassification"]),
@@ -182,16 +185,6 @@ def test_whatever_fails_in_loading_is_one_message(case, copied, capfd):
     message = refusal(copied, capfd)
     assert words in message
     assert str(copied) in message
-
-
-def test_a_tokens_id_beyond_the_embeddings_is_refused(copied):
-    """A tokenizer may have as many tokens as the model embeds, and one of them a huge id."""
-    value = json.loads((copied / "tokenizer.json").read_text())
-    vocabulary = value["model"]["vocab"]
-    vocabulary[max(vocabulary, key=vocabulary.__getitem__)] = 10**6
-    (copied / "tokenizer.json").write_text(json.dumps(value))
-    with pytest.raises(ValueError, match="the tokenizer's largest token id is 1000000 and the model embeds"):
-        check_fits(load_with_head(copied, CLASSIFIER), load_tokenizer(copied), 16)
 
 
 def test_the_hub_caches_links_are_followed(good, tmp_path):
@@ -274,17 +267,12 @@ def test_the_code_of_a_folder_is_run_only_where_trusted(with_code, capfd):
     assert "--trust_remote_code" in refusal(folder, capfd), "the permission ends with its call"
 
 
-@pytest.mark.parametrize("entry_point", ["evaluate", "train"])
-def test_no_entry_point_runs_code(entry_point, with_code, tiny_recipe, write_json):
+def test_a_run_runs_no_code(with_code, tiny_recipe, write_json):
     """Exit code 2, one error, and the code was not run."""
     folder, marker = with_code
-    task = write_json("task.json", tiny_recipe)
-    words = {
-        "evaluate": [str(folder), "--recipe", task],
-        "train": ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", task, "--model_name_or_path", str(folder)],
-    }[entry_point]
-    words += ["--output_dir", str(folder.parent / "out")] if entry_point == "train" else []
-    done = run_script(f"launch/{entry_point}.py", *words)
+    words = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", write_json("task.json", tiny_recipe)]
+    words += ["--model_name_or_path", str(folder), "--output_dir", str(folder.parent / "out")]
+    done = run_script("launch/train.py", *words)
     assert done.returncode == 2, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
     assert "--trust_remote_code" in done.stderr

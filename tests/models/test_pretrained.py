@@ -13,7 +13,6 @@ from support.csv_files import write_csv
 from support.launching import ROOT
 from transformers import BertConfig
 
-from ds_trainer.config.task_specs import LmSpec, SquadSpec
 from ds_trainer.models import pretrained
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import (
@@ -110,58 +109,6 @@ def test_pre_training_holds_a_masked_language_model_too(folder_of: Any) -> None:
     assert not MASKED_LM.trained_in(electra)
 
 
-@pytest.mark.parametrize("content", ["[]", "5", '"x"', '{"model_type": []}', '{"model_type": "bert", "id2label": []}'])
-def test_a_config_of_another_form_is_told(content: str, folder_of: Any) -> None:
-    """JSON, but no config: one ValueError that names the folder."""
-    folder = folder_of("BertForMaskedLM")
-    (folder / "config.json").write_text(content)
-    with pytest.raises(UserError, match=rf"{folder}(/config.json holds .*| cannot be read: )"):
-        load_config(folder, MASKED_LM)
-
-
-def test_a_config_with_a_field_of_another_kind_is_told(folder_of: Any) -> None:
-    """Transformers' own errors for those are no ValueErrors."""
-    folder = folder_of("BertForMaskedLM")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "x"}))
-    with pytest.raises(UserError, match=r"cannot be read: .*'hidden_size'"):
-        load_config(folder, MASKED_LM)
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", "5", "{", '{"added_tokens": [], "model": {}}'])
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_tokenizer_of_another_form_is_told(file: str, content: str, folder_of: Any) -> None:
-    """Whatever the file and the fault; a tokenizer_config.json may be empty."""
-    folder = folder_of("BertForMaskedLM")
-    (folder / file).write_text(content)
-    if file == "tokenizer_config.json" and "{" in content and "}" in content:
-        return
-    with pytest.raises(UserError, match=rf"{folder} has no tokenizer that transformers can load: ."):
-        load_tokenizer(folder)
-
-
-def test_a_name_that_is_too_long_is_that_of_no_model() -> None:
-    """Not an error of the system."""
-    for name in ("x" * 5000, "/" + "x" * 5000):
-        with pytest.raises(UserError, match=r"does not exist|is no folder on this machine"):
-            load_config(name, MASKED_LM)
-        with pytest.raises(UserError, match=r"does not exist|is no folder on this machine"):
-            load_tokenizer(name)
-
-
-def test_using_a_tokenizer_does_not_change_its_fingerprint(tokenizer: Any) -> None:
-    """Truncation set by an earlier call stays in the object and must not count."""
-    before = tokenizer_state(tokenizer)
-    tokenizer(["it rains"], truncation=True, max_length=4, padding="max_length")
-    assert tokenizer_state(tokenizer) == before
-
-
-def test_a_model_folder_that_is_not_there_is_not_asked_of_the_hub(tmp_path: Path) -> None:
-    """A path is never taken for a hub name."""
-    with pytest.raises(UserError, match=r"the model folder .*none does not exist"):
-        load_tokenizer(tmp_path / "none")
-
-
 def test_a_mistyped_path_is_told_the_nearest_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that reads as a hub name: the hub is asked first, and what it says stands in the message."""
 
@@ -216,17 +163,3 @@ def test_special_tokens_are_part_of_a_tokenizers_state(token: str, folder_of: An
     assert tokenizer_state(one) == tokenizer_state(load_tokenizer(folder))
     assert tokenizer_state(one) != tokenizer_state(other)
     assert json.loads(json.dumps(tokenizer_state(one))) == tokenizer_state(one)
-
-
-def test_a_task_scores_no_random_head(folder_of: Any, tmp_path: Path) -> None:
-    """The folder passes the check of its names, and not that of its weights: SQuAD and masked language modelling."""
-    folder = folder_of("BertForQuestionAnswering", without("qa_outputs"))
-    settings = {"max_seq_length": 40, "doc_stride": 8, "max_query_length": 16}
-    squad = build_task(SquadSpec(**settings), folder, tmp_path / "cache")
-    squad.check_trained(folder)
-    with pytest.raises(UserError, match=r"lack what its config.json claims"):
-        squad.build_model(folder)
-    folder = folder_of("BertForMaskedLM", without("predictions.bias"))
-    masked = build_task(LmSpec(name="mlm", validation_file="x.txt"), folder, tmp_path / "cache")
-    with pytest.raises(UserError, match=r"lack what its config.json claims"):
-        masked.build_model(folder)

@@ -32,56 +32,40 @@ from ds_trainer.deploy.export import save_folded
 from ds_trainer.models.cut.cut import outline
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import blocks_of, count_weights, layers_of, sizes_of
-from ds_trainer.models.shrink import NothingToCutError, check_known, kept, shrink
+from ds_trainer.models.shrink import NothingToCutError, check_known, shrink
 from ds_trainer.models.shrunk_model import LAYOUT_OF
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.registry import build_task
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 PLAIN = {"bert": 4, "distilbert": 4, "gpt2": 4, "llama": 1, "qwen2": 1, "qwen3": 1}
 """How many heads can be left of a family where its config can still say it."""
 
 
-@pytest.mark.parametrize("where", ["inner", "outer", "both"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_cut_model_computes_what_the_masked_one_does(family: str, where: str) -> None:
-    """With whole blocks empty, a single head, biases that are not zero and a padded row; and it is a smaller model."""
-    whole = model_of(family)
-    masked = empty(copy.deepcopy(whole), uneven(whole), where)
-    shrunk = shrink(masked)
-    assert not torch.allclose(logits_of(masked), logits_of(whole), rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(logits_of(shrunk), logits_of(masked), **TOLERANCE)
-    # the bias of its values has no place to go: Qwen 2 has none in the outer layer
-    wanted = uneven(whole) if (family, where) != ("qwen2", "inner") else uneven(whole) | {"heads": [2, 2, 2]}
-    assert sizes_of(shrunk) == shrunk.config.shrunk == wanted
-    assert shrunk.num_parameters() < masked.num_parameters()
-
-
 def first_layer(model: Any) -> nn.Module:
     return next(iter(layers_of(model).values()))
 
 
-REPRESENTED = ("roformer", "cohere", "gemma", "luke", "nystromformer", "gpt_bigcode")
-"""Families whose layers differ most from those above; `--exhaustive` takes all."""
+REPRESENTED = (*FAMILIES, "roformer", "cohere", "gemma", "luke", "nystromformer", "gpt_bigcode", "seed_oss")
+"""Families whose layers differ most from each other; `--exhaustive` takes all."""
 
 
-@pytest.mark.parametrize("family", chosen([kin for kin in KIN if kin not in FAMILIES], REPRESENTED.__contains__))
-def test_every_listed_kind_of_layer_is_cut_rightly(family: str) -> None:
-    """Zeros on either side of a block's matrices, which leave it empty or in part: what was cut is not missed."""
+@pytest.mark.parametrize("family", chosen([*KIN], REPRESENTED.__contains__))
+def test_the_cut_model_computes_what_the_masked_one_does(family: str) -> None:
+    """With whole blocks empty, a single head, biases that are not zero and a padded row; and it is a smaller model.
+
+    The zeros are on either side of a block's matrices, or on both.
+    """
     whole = bare_of(family)
-    sizes = sizes_of(whole)
-    attends = len(blocks_of(first_layer(whole))) == 2
-    wanted = {"heads": [0, 1, *sizes["heads"][2:]] if attends else sizes["heads"]}
-    wanted["neurons"] = [7, 0, *sizes["neurons"][2:]]
     for where in ("outer", "inner", "both"):
-        masked = empty(copy.deepcopy(whole), wanted, where)
+        masked = empty(copy.deepcopy(whole), uneven(whole), where)
         shrunk = shrink(masked)
         assert not torch.allclose(states_of(masked), states_of(whole), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(states_of(shrunk), states_of(masked), **TOLERANCE)
-        found = sizes_of(shrunk)
-        # a bias of values stays where the outer layer has none to take it
-        stays = where == "inner" and family == "seed_oss"
-        assert found == (wanted | {"heads": sizes["heads"]} if stays else wanted)
+        # the bias of its values has no place to go where the outer layer has none
+        stays = where == "inner" and family in ("qwen2", "seed_oss")
+        wanted = uneven(whole) | ({"heads": sizes_of(whole)["heads"]} if stays else {})
+        assert sizes_of(shrunk) == shrunk.config.shrunk == wanted
+        assert shrunk.num_parameters() < masked.num_parameters()
 
 
 @pytest.mark.skipif(not exhaustive(), reason="the models above have all of them only with --exhaustive")
@@ -112,15 +96,7 @@ def test_heads_that_are_not_apart_stay(family: str, field: str) -> None:
     torch.testing.assert_close(states_of(shrink(masked)), states_of(masked), **TOLERANCE)
 
 
-def test_a_config_that_counts_no_heads_is_told() -> None:
-    """That of several models in one has a config for each."""
-    model = model_of("bert")
-    model.config = transformers.Gemma3Config()
-    with pytest.raises(UserError, match="a Gemma3Config has no num_attention_heads"):
-        shrink(model)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["bert", "deberta-v2", "gpt2", "llama"])
 def test_any_sizes_can_be_cut_and_cut_again(family: str) -> None:
     """Random sizes, those of the second cut at most those of the first: the sizes are those of the config each time."""
     draw, model = random.Random(family), model_of(family)
@@ -241,23 +217,20 @@ def test_a_gate_alone_makes_no_neuron_constant() -> None:
         mlp.up_proj.weight[6:8] = 0
         mlp.up_proj.bias[7] = 0
     shrunk, numbers = shrink(masked), [2, 3, 4, 5, 6, *range(8, 24)]
-    assert kept(masked)["neurons"][0] == numbers
     assert torch.equal(shrunk.model.layers[0].mlp.down_proj.weight, mlp.down_proj.weight[:, numbers])
     torch.testing.assert_close(logits_of(shrunk), logits_of(masked), **TOLERANCE)
 
 
 def test_the_rest_of_the_model_comes_along() -> None:
-    """Precision, what is frozen, tied weights, mode and generation settings; the given model keeps its own weights."""
+    """Precision, tied weights, mode and generation settings; the given model keeps its own weights."""
     masked = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=VOCABULARY)
     )
     masked = empty(masked.to(torch.bfloat16), {"heads": [1, 2, 3], "neurons": [8] * 3}).train()
-    masked.transformer.wpe.weight.requires_grad_(False)
     masked.generation_config.max_new_tokens = 3
     before = {name: value.clone() for name, value in masked.state_dict().items()}
     shrunk = shrink(masked)
     assert {p.dtype for p in shrunk.parameters()} == {torch.bfloat16}
-    assert [n for n, p in shrunk.named_parameters() if not p.requires_grad] == ["transformer.wpe.weight"]
     assert shrunk.lm_head.weight is shrunk.transformer.wte.weight
     assert shrunk.training
     assert shrunk.generation_config.max_new_tokens == 3
@@ -275,19 +248,7 @@ def test_nothing_to_cut_is_told() -> None:
         shrink(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [("MixtralForCausalLM", {"num_local_experts": 2}), ("AlbertModel", {}), ("T5EncoderModel", {"num_layers": 2})],
-)
-def test_an_unknown_family_is_told(name: str, fields: dict[str, Any]) -> None:
-    """Experts, shared layers and what has another layout."""
-    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
-    model_class = getattr(transformers, name)
-    with pytest.raises(UserError, match=f"the layers of {name} are of a family whose heads and neurons cannot be cut"):
-        shrink(model_class(model_class.config_class(**small, **fields, vocab_size=20)))
-
-
-@pytest.mark.parametrize("family", ["albert", "mpnet", "opt", "gpt_neox", "phi3", "falcon", "vit", "t5"])
+@pytest.mark.parametrize("family", ["albert", "mpnet", "opt", "gpt_neox", "phi3", "mixtral", "vit", "t5"])
 def test_no_unknown_family_ends_in_a_traceback(family: str) -> None:
     """Each way to cut gives a mistake of the user, whose exit code is 2: the file of a folder has another error."""
     small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
@@ -345,24 +306,6 @@ def test_an_export_cuts_and_says_what_was_before(plan: Any, tmp_path: Any) -> No
     assert weights["model"]["total"] < whole["model"]["total"] - whole["encoder"]["total"] + left
 
 
-def test_an_export_to_a_plain_folder_says_it_too(plan: Any, tmp_path: Any) -> None:
-    """Where the config has no sizes, the results have."""
-    empty(plan.model, {"heads": [4] * 3, "neurons": [6] * 3})
-    weights = exported(plan, tmp_path)["weights"]
-    assert weights["sizes"]["neurons"] == [6] * 3
-    assert weights["before"]["encoder"] - weights["encoder"]["total"] == 3 * 2 * 32 * 18
-
-
-def test_an_exported_folder_cuts_texts_where_the_task_does(plan: Any, tmp_path: Any) -> None:
-    """Its tokenizer has the task's length, and tokenises as before: a later phase takes the same examples."""
-    empty(plan.model, {"heads": [4] * 3, "neurons": [6] * 3})
-    exported(plan, tmp_path)
-    task = phase_of(plan, tmp_path).task
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert len(tokenizer("no " * 999, truncation=True)["input_ids"]) == task.spec.max_seq_length
-    assert build_task(task.spec, tmp_path / "out", tmp_path / "cache").key("train") == task.key("train")
-
-
 def test_an_export_with_nothing_to_cut_is_no_lost_run(plan: Any, tmp_path: Any, caplog: Any) -> None:
     """The model is exported as it is, with a warning; its results are those of any other."""
     with caplog.at_level(logging.WARNING):
@@ -370,16 +313,6 @@ def test_an_export_with_nothing_to_cut_is_no_lost_run(plan: Any, tmp_path: Any, 
     assert "no head and no neuron is wholly zero" in caplog.text
     assert weights.keys() == {"layers", "encoder", "model"}
     assert not [*(tmp_path / "out").glob("*.py")]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("where", ["inner", "outer"])
-def test_an_export_in_16_bits_is_not_lost_to_rounding(where: str, dtype: Any, plan: Any, tmp_path: Any) -> None:
-    """Products of other shapes, and biases with constants in them, round otherwise than the masked model's."""
-    empty(plan.model, {"heads": [0, 1, 4], "neurons": [7, 0, 24]}, where)
-    assert exported(plan, tmp_path, dtype)["weights"]["sizes"]["neurons"] == [7, 0, 24]
-    saved = transformers.AutoConfig.from_pretrained(tmp_path / "out")
-    assert saved.dtype == dtype
 
 
 def test_an_export_that_computes_something_else_is_no_export(plan: Any, tmp_path: Any, monkeypatch: Any) -> None:

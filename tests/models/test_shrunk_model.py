@@ -25,16 +25,15 @@ from support.zeroed import (
 )
 
 import ds_trainer
-from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.config.recipe import StudentSpec
-from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
-from ds_trainer.models.layers import count_weights, encoder_linears, is_emptied, layers_of, sizes_of
+from ds_trainer.models.costs import encoder_flops
+from ds_trainer.models.folders import save_folder, train_tokenizer
+from ds_trainer.models.layers import count_weights, encoder_linears, is_emptied, sizes_of
 from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, load_tokenizer, load_with_head
 from ds_trainer.models.shrink import shrink
-from ds_trainer.models.shrunk_model import Emptied, ShrunkSizesError, auto_map, resize, shrunk_class
+from ds_trainer.models.shrunk_model import Emptied, auto_map
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 ALONE = """
 import sys
@@ -152,6 +151,7 @@ def test_a_model_of_the_folders_own_code_can_be_cut_further(folders: Path) -> No
     theirs = auto.from_pretrained(folders / "bert", trust_remote_code=True).eval()
     core = theirs.bert.encoder.layer[0].attention.self
     assert is_emptied(core)
+    assert encoder_flops(theirs, 9) == encoder_flops(load_with_head(folders / "bert", CLASSIFIER), 9)
     assert not isinstance(core, Emptied)
     masked = empty(theirs, {"heads": [0, 0, 2], "neurons": [3, 0, 24]})
     again = shrink(masked)
@@ -172,29 +172,6 @@ def test_a_trained_one_is_saved_as_it_was_loaded(folders: Path, tokenizer: Any, 
     assert (tmp_path / "again" / "shrunk_model.py").read_bytes() == (folders / "bert" / "shrunk_model.py").read_bytes()
     torch.testing.assert_close(logits_of(ds_trainer.load_model(tmp_path / "again")), logits_of(model))
     assert type(pickle.loads(pickle.dumps(model))) is type(copy.deepcopy(model)) is type(model)
-
-
-def test_a_model_cut_to_next_to_nothing_is_loaded(tokenizer: Any, tmp_path: Path) -> None:
-    """Built whole at first, it would ask for many times what its folder holds; what counts is what is left."""
-    shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 8192}
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**shape, vocab_size=VOCABULARY))
-    assert model.num_parameters() > 3 * 700_000 + 10_000_000
-    save_folder(shrink(empty(model, {"heads": [0] * 4, "neurons": [1, 0, 2, 0]})), tokenizer, tmp_path / "model")
-    loaded = ds_trainer.load_model(tmp_path / "model")
-    assert sum(weight.numel() for weight in loaded.parameters()) < 700_000
-    assert count_weights(loaded)["encoder"]["total"] == 3 * 2 * 256
-
-
-def test_exit_heads_go_with_it(folders: Path, tmp_path: Path) -> None:
-    """With thresholds that nobody meets, all go through to the end: logits are the model's own."""
-    folder = Path(shutil.copytree(folders / "bert", tmp_path / "model"))
-    model = load_with_head(folder, CLASSIFIER)
-    policy = ExitPolicy(criterion="entropy", thresholds=[0.0, 0.0])
-    save_heads(folder, new_heads(model, [1, 2], None), SavedExits(layers=[1, 2], pooling="first", policy=policy))
-    early = ds_trainer.load_model(folder)
-    out = early(**inputs_of())
-    assert out.exit_layers.tolist() == [3, 3]
-    torch.testing.assert_close(out.logits, logits_of(model.eval()))
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -234,13 +211,6 @@ def test_a_students_layers_keep_their_sizes(folders: Path, tmp_path: Path) -> No
         create_student(spec, folders / "bert", tmp_path / "other", seed=0)
 
 
-def test_a_new_model_has_no_sizes_of_its_own(tokenizer: Any, tmp_path: Path) -> None:
-    """A recipe's config with `shrunk` would describe weights that nothing cut."""
-    config = {"model_type": "bert", **ENCODERS["bert"], "shrunk": {"heads": [1] * 3, "neurons": [1] * 3}}
-    with pytest.raises(UserError, match="shrunk is written where a trained model is cut"):
-        create_folder(config, tokenizer, tmp_path / "new", 0)
-
-
 PT = {"format": "pt"}
 GOOD = [7, 0, 24]
 HOSTILE: dict[str, tuple[Any, str]] = {
@@ -264,16 +234,6 @@ def test_sizes_of_another_form_are_told(case: str, folders: Path, tmp_path: Path
         ds_trainer.load_model(folder)
     with pytest.raises(UserError, match=words):
         load_with_head(folder, ANSWERER)
-
-
-def test_sizes_for_an_unknown_family_are_told(tokenizer: Any, tmp_path: Path) -> None:
-    """They would be passed over in silence otherwise."""
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
-    config = transformers.AlbertConfig(**shape, embedding_size=8, vocab_size=VOCABULARY)
-    save_folder(transformers.AlbertForMaskedLM(config), tokenizer, tmp_path / "albert")
-    folder = spoilt(tmp_path / "albert", tmp_path, shrunk={"heads": [1], "neurons": [1]})
-    with pytest.raises(UserError, match="the layers of AlbertForMaskedLM are of a family whose heads and neurons"):
-        ds_trainer.load_model(folder)
 
 
 def test_sizes_do_not_hide_a_model_that_its_weights_cannot_fill(folders: Path, tmp_path: Path) -> None:
@@ -323,28 +283,6 @@ def test_one_process_writes_the_code_and_a_push_takes_it_along(folders: Path, tm
     model.save_pretrained(tmp_path / "main")
     assert (tmp_path / "main" / "shrunk_model.py").is_file()
     assert model._get_files_timestamps(tmp_path / "main").keys() == {"config.json", "model.safetensors"}
-
-
-def test_the_file_checks_its_sizes_by_itself() -> None:
-    """Loaded by transformers alone, nothing else does; the model is left as it was."""
-    model = model_of("bert")
-    for value, _ in list(HOSTILE.values())[:6]:
-        with pytest.raises(ShrunkSizesError, match="the config's shrunk"):
-            resize(model, value)
-        assert sizes_of(model) == {"heads": [4] * 3, "neurons": [24] * 3}
-    with pytest.raises(ShrunkSizesError, match=r"the config's shrunk\.heads must list 3 sizes"):
-        shrunk_class(type(model))(model.config)
-
-
-def test_linear_layers_are_listed_without_those_of_empty_blocks(folders: Path) -> None:
-    """Those left are found by name; a pattern that matches none is told those of the first layer that has any."""
-    model = load_with_head(folders / "bert", CLASSIFIER)
-    names = [name.removeprefix("bert.encoder.layer.") for name in encoder_linears(model)]
-    assert names[:3] == ["0.intermediate.dense", "0.output.dense", "1.attention.self.query"]
-    assert len(names) == 2 + 4 + 6
-    with pytest.raises(UserError, match=r"has: bert\.encoder\.layer\.0\.intermediate\.dense, [^,]*output\.dense$"):
-        encoder_linears(model, ["*.nothing"])
-    assert len(layers_of(model)) == 3
 
 
 def spoilt(source: Path, tmp_path: Path, **fields: Any) -> Path:

@@ -9,15 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.launching import ROOT, environment, free_port
 
-from ds_trainer.ranks import debugging
-from ds_trainer.ranks.debugging import debug_port_mistakes, wait_for_debugger
+from ds_trainer.ranks.debugging import wait_for_debugger
 from ds_trainer.ranks.failures import UserError
 
 pytest.importorskip("debugpy")
@@ -35,44 +33,28 @@ def listening(port: int) -> set[str]:
     return addresses
 
 
-class Client:
+def attached(port: int) -> socket.socket:
     """A debugger, as far as attaching goes: the Debug Adapter Protocol over TCP."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    stream = connection.makefile("rwb")
 
-    def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
-        self._stream = self._socket.makefile("rwb")
-        self._number = 0
-
-    def send(self, command: str, **arguments: Any) -> None:
-        self._number += 1
-        body = json.dumps({"seq": self._number, "type": "request", "command": command, "arguments": arguments}).encode()
-        self._stream.write(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
-        self._stream.flush()
-
-    def wait_for(self, kind: str, name: str) -> dict[str, Any]:
-        """The next event, or response to a command, of that name."""
-        while True:
+    def exchange(command: str, wanted: str, **arguments: Any) -> None:
+        """Send a request, and read up to the event or the response of that name."""
+        body = json.dumps({"seq": 1, "type": "request", "command": command, "arguments": arguments}).encode()
+        stream.write(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+        stream.flush()
+        message: dict[str, Any] = {}
+        while wanted not in (message.get("event"), message.get("command")):
             length = 0
-            while (line := self._stream.readline().strip()) or not length:
+            while (line := stream.readline().strip()) or not length:
                 if line.lower().startswith(b"content-length"):
                     length = int(line.split(b":")[1])
-            message = json.loads(self._stream.read(length))
-            if message["type"] == kind and message[{"event": "event", "response": "command"}[kind]] == name:
-                return message
+            message = json.loads(stream.read(length))
 
-    def attach(self) -> None:
-        self.send("initialize", adapterID="test", clientID="test")
-        assert self.wait_for("response", "initialize")["success"]
-        self.send("attach", justMyCode=True)
-        self.wait_for("event", "initialized")
-        self.send("configurationDone")
-        assert self.wait_for("response", "attach")["success"]
-
-    def leave(self) -> None:
-        """Disconnect; debugpy's adapter, which holds the process's pipes, ends with it."""
-        self.send("disconnect", terminateDebuggee=False)
-        self._stream.close()
-        self._socket.close()
+    exchange("initialize", "initialize", adapterID="test", clientID="test")
+    exchange("attach", "initialized", justMyCode=True)
+    exchange("configurationDone", "attach")
+    return connection
 
 
 def wait_for_line(process: subprocess.Popen[str], wanted: str) -> None:
@@ -99,31 +81,19 @@ debugging.wait_for_debugger(int(sys.argv[1]))
 """
 
 
-@pytest.fixture
-def waiting() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that waits for a debugger, and ends once one has attached; and its port."""
+def test_it_listens_on_loopback_alone_and_goes_on_once_attached():
+    """The kernel's table says so while it waits; a debugger attaches, and the process runs to its end."""
     port = free_port()
-    command = [sys.executable, "-c", WAITING, str(port)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen([sys.executable, "-c", WAITING, str(port)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         wait_for_line(process, f"rank 0 waits for a debugger on 127.0.0.1:{port}")
-        yield process, port
+        assert listening(port) == {"0100007F"}
+        assert process.poll() is None
+        with attached(port):
+            code = process.wait(timeout=120)
     finally:
         process.kill()
         process.wait()
-
-
-def test_it_listens_on_loopback_alone_and_goes_on_once_attached(waiting):
-    """The kernel's table says so while it waits; a debugger attaches, and the process runs to its end."""
-    process, port = waiting
-    assert listening(port) == {"0100007F"}
-    assert process.poll() is None
-    client = Client(port)
-    try:
-        client.attach()
-        code = process.wait(timeout=120)
-    finally:
-        client.leave()
     error = process.stderr.read()
     assert code == 0, error[-2000:]
     assert "Traceback" not in error
@@ -171,17 +141,8 @@ def test_a_port_that_is_taken_is_a_users_mistake(monkeypatch):
         wait_for_debugger(port)
 
 
-@pytest.mark.parametrize("port", [0, 65536])
-def test_a_port_out_of_range_is_a_mistake(port, monkeypatch):
-    """Of rank 0 alone."""
-    assert debug_port_mistakes(port) == [f"--debug_port is {port}: give a port from 1 to 65535"]
-    monkeypatch.setenv("RANK", "1")
-    assert debug_port_mistakes(port) == []
-
-
 def test_without_debugpy_the_error_says_how_to_get_it(monkeypatch):
     """It is an extra: a run without it needs none."""
-    monkeypatch.setattr(debugging.importlib.util, "find_spec", lambda _: None)
-    (mistake,) = debug_port_mistakes(free_port())
-    assert "pip install debugpy" in mistake
-    assert debug_port_mistakes(None) == []
+    monkeypatch.setitem(sys.modules, "debugpy", None)
+    with pytest.raises(UserError, match="pip install debugpy"):
+        wait_for_debugger(free_port())

@@ -1,6 +1,7 @@
-"""Which processes a rank depends on."""
+"""Which processes a rank depends on, and what its commands set before torch is loaded."""
 
 import pytest
+from support.launching import run_python
 
 from ds_trainer.ranks import launcher
 from ds_trainer.ranks.launcher import Process, launchers
@@ -48,3 +49,17 @@ def test_a_process_is_told_from_a_later_one_of_its_id():
     assert this.alive
     assert not Process(this.pid, this.parent, this.name, this.born + 1).alive
     assert launcher.process(2**22 + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("X", "10000 False"), ("GOMP_SPINCOUNT", "5 False"), ("OMP_WAIT_POLICY", "None False")]
+)
+def test_a_command_limits_openmps_spinning_before_torch_is_loaded(variable, value):
+    """OpenMP's library reads the variable when it is loaded; a user's own setting wins."""
+    code = (
+        f"import os, sys; os.environ[{variable!r}] = '5'; from ds_trainer.cli import command, main; "
+        "sys.argv = ['x', '--help']; command.run_command = "
+        "lambda *_: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules) or 0; main.main('doctor')"
+    )
+    done = run_python("-c", code)
+    assert done.stdout.strip() == value, done.stderr

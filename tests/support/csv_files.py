@@ -14,11 +14,5 @@ def write_csv(folder: Path, labels: list[Any]) -> TextSpec:
     rows = [f"{text},{label}\n" for text, label in zip(SENTENCES * 3, labels, strict=False)]
     for file in ("train.csv", "dev.csv"):
         (folder / file).write_text("text,label\n" + "".join(rows), encoding="utf-8")
-    return TextSpec(
-        name="text",
-        data_dir=str(folder),
-        text_columns=["text"],
-        label_column="label",
-        train_file="train.csv",
-        validation_file="dev.csv",
-    )
+    files = {"data_dir": str(folder), "train_file": "train.csv", "validation_file": "dev.csv"}
+    return TextSpec(name="text", text_columns=["text"], label_column="label", **files)

@@ -2,7 +2,7 @@
 
 They are real processes with the real engine, and start in a tenth of a second, so that a test can afford many, and can
 afford to kill them. As a script, this is the process they are forked from: it reads requests as JSON lines and answers
-with the ids of the ranks, then with how they ended. `OwnForks` forks them from the process that uses it.
+with the ids of the ranks, then with how they ended.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-from support.exhaustive import exhaustive
-from support.launching import ROOT, environment, forget_port, free_port
+from support.launching import ROOT, environment, free_port
 
 LOADED_ONCE = (
     "deepspeed.module_inject.auto_ep_layer",
@@ -56,7 +55,7 @@ class ForkedRanks:
 
     def alive(self) -> bool:
         """Whether any has not ended; a zombie, until the server is asked, has."""
-        return any(_state(pid) not in ("Z", "X", "") for pid in self.pids)
+        return any(_is_alive(pid) for pid in self.pids)
 
     def wait_until(self, reached, seconds: float = 120) -> bool:
         """Until `reached()`, or until the run has ended: False then."""
@@ -70,7 +69,9 @@ class ForkedRanks:
 
     def codes(self) -> list[int]:
         """The ranks' exit codes, once all have ended; negative for a signal."""
-        return self.server.codes(self.pids)
+        codes = self.server.ask({"end": self.pids})
+        self.server.running.difference_update(self.pids)
+        return codes
 
 
 class ForkServer:
@@ -85,22 +86,14 @@ class ForkServer:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.ports: list[int] = []
         self.running: set[int] = set()
         assert self._answer() == "ready"
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        _signal({pid for pid in self.running if _is_alive(pid)}, signal.SIGKILL)  # of a test that failed
         self.process.kill()
         self.process.wait()
-
-    def _end(self) -> None:
-        for pid in self.running:  # of a test that failed
-            if _state(pid) not in ("", "Z"):
-                os.kill(pid, signal.SIGKILL)
-        for port in self.ports:
-            forget_port(port)
 
     def run(
         self,
@@ -112,78 +105,44 @@ class ForkServer:
     ) -> ForkedRanks:
         """Start `launch/train.py` on so many ranks; `sabotage` is code that a rank runs before."""
         log = output.with_name(f"{output.name}.{time.monotonic_ns()}.txt")
-        self.ports.append(free_port())
         words = ["--deepspeed_config", engine, "--output_dir", str(output), *arguments]
-        asked = {"ranks": ranks, "port": self.ports[-1], "log": str(log), "arguments": words}
-        asked |= {"shared_memory": exhaustive()}
-        self._ask(asked | {"sabotage": {str(rank): code for rank, code in (sabotage or {}).items()}})
-        pids = self._answer()
+        asked = {"ranks": ranks, "port": free_port(), "log": str(log), "arguments": words}
+        pids = self.ask(asked | {"sabotage": {str(rank): code for rank, code in (sabotage or {}).items()}})
         self.running.update(pids)
         return ForkedRanks(self, pids, log, output)
 
-    def run_script(
-        self, ranks: int, words: list[str], timeout: float, shared_memory: bool | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run_script(self, ranks: int, words: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
         """Run a script to its end on so many ranks, or on 0 as a process without ranks.
 
         When a rank fails, the others are ended as DeepSpeed's launcher ends them, and its exit code is the result's.
         """
-        self.ports.append(free_port())
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder, name) for name in ("stdout", "stderr")]
-            request = {"ranks": ranks, "port": self.ports[-1], "script": words, "environment": environment()}
-            request |= {"shared_memory": exhaustive() if shared_memory is None else shared_memory}
-            self._ask(request | {"files": list(map(str, files)), "timeout": timeout})
-            pids = self._answer()
+            request = {"ranks": ranks, "port": free_port(), "script": words, "environment": environment()}
+            pids = self.ask(request | {"files": list(map(str, files)), "timeout": timeout})
             self.running.update(pids)
             code = self._answer()
             self.running.difference_update(pids)
             texts = [file.read_text(errors="replace") for file in files]
         if code is None:
             raise subprocess.TimeoutExpired(words, timeout, *texts)
-        return subprocess.CompletedProcess(["--master_port", str(self.ports[-1]), *words], code, *texts)
+        return subprocess.CompletedProcess(words, code, *texts)
 
-    def codes(self, pids: list[int]) -> list[int]:
-        self._ask({"end": pids})
-        codes = self._answer()
-        self.running.difference_update(pids)
-        return codes
-
-    def _ask(self, request) -> None:
+    def ask(self, request):
+        """Send a request to the server, and return its first answer."""
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
+        return self._answer()
 
     def _answer(self):
         return json.loads(self.process.stdout.readline())
 
 
-class OwnForks(ForkServer):
-    """The same without a server, for scripts: this process is forked itself, and must have computed nothing before."""
-
-    def __enter__(self) -> OwnForks:
-        import torch
-
-        _load()
-        torch.set_num_threads(1)  # as `environment` does where torch is not yet loaded
-        os.chdir(ROOT)
-        self.ports, self.running = [], set()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def _ask(self, request) -> None:
-        self.answers = _answers(request)
-
-    def _answer(self):
-        return next(self.answers)
-
-
-def _state(pid: int) -> str:
+def _is_alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text()
-        return text[text.rindex(")") + 2]
-    return ""
+        return text[text.rindex(")") + 2] not in "ZX"
+    return False
 
 
 @cache
@@ -205,26 +164,16 @@ def _serve() -> None:
     def say(value) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
-    _load()
+    for name in LOADED_ONCE:
+        importlib.import_module(name)
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("bert")  # compiles a thousand patterns
+    gc.freeze()  # else each rank's first collections go through, and so copy, all that the libraries made
     say("ready")
     for line in sys.stdin:
         for answer in _answers(json.loads(line)):
             say(answer)
-
-
-def _load() -> None:
-    """Load what a run loads."""
-    for name in LOADED_ONCE:
-        importlib.import_module(name)
-    from deepspeed.comm.torch import build_shm_op
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    from ds_trainer.ranks.distributed import lock_kernels_by_process
-
-    lock_kernels_by_process()
-    build_shm_op()  # compiled by now, it still asks ninja
-    get_checkpoint_conversion_mapping("bert")  # compiles a thousand patterns
-    gc.freeze()  # else each rank's first collections go through, and so copy, all that the libraries made
 
 
 def _answers(request: dict) -> Iterator[object]:
@@ -311,14 +260,10 @@ def _be_script(request: dict, rank: int) -> NoReturn:
 
 
 def _place(request: dict, rank: int) -> dict[str, str]:
-    """The environment variables by which DeepSpeed's launcher tells a rank its place.
-
-    Without the number of ranks on this host they use gloo, as under torchrun.
-    """
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"]}
-    world |= {"LOCAL_SIZE": request["ranks"]} if request["shared_memory"] else {}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "CROSS_RANK": 0, "CROSS_SIZE": 1}
-    return {name: str(value) for name, value in (world | place).items()}
+    """The environment variables by which DeepSpeed's launcher tells a rank its place."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "LOCAL_SIZE": request["ranks"]}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "CROSS_RANK": 0, "CROSS_SIZE": 1}
+    return {name: str(value) for name, value in place.items()}
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Rule:
     def outcome(
         self, kind: str, command: Callable[[Sequence[str]], object], arguments: Sequence[str], *names: str
     ) -> str:
-        """What was told of an input, "" where it was taken. A message must hold one of the names, if any are given."""
+        """Return the message about an input, "" where it was taken; it must hold one of the names, if any are given."""
         err, started = io.StringIO(), time.process_time()
         with _must_end(), _own_log(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
             try:

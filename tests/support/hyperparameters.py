@@ -62,9 +62,6 @@ CASES = {
     "OneCycle": Case(
         0, _schedule("OneCycle", cycle_max_lr=0.01, **_CYCLE), _schedule("OneCycle", cycle_max_lr=0.02, **_CYCLE)
     ),
-    "StepLR of torch": Case(
-        0, _schedule("StepLR", step_size=2, gamma=0.5), _schedule("StepLR", step_size=2, gamma=0.1)
-    ),
 }
 _MORE = {f"torch AdamW, stage {stage}" for stage in (1, 2)} | {"bf16, stage 0"}
 _MORE |= {f"AdamW of DeepSpeed, stage {stage}" for stage in (0, 2)}

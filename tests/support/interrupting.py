@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from support.launching import ROOT, environment, forget_port, free_port
+from support.launching import ROOT, environment, free_port
 
 GENTLE = 180  # seconds for a run to end by itself; a run that hangs fails the test
 
@@ -82,7 +82,6 @@ class Run:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
-        forget_port(self.port)
 
     def _below(self, *words: str) -> list[psutil.Process]:
         found = []

@@ -13,18 +13,14 @@ SHARED = ROOT.parent / "shared"
 Done = subprocess.CompletedProcess[str]
 
 
-def run_deepspeed(
-    ranks: int, script: str, *arguments: str, timeout: float = 420, shared_memory: bool | None = None
-) -> Done:
+def run_deepspeed(ranks: int, script: str, *arguments: str, timeout: float = 420) -> Done:
     """Run a script on ranks that are started as DeepSpeed's launcher starts them, but forked; stderr is of all ranks.
 
-    A rank that fails ends the others, as under the launcher. Through shared memory, ranks wait without giving up their
-    core, which costs a third more where more of them run than there are cores: gloo is the default, unless every
-    combination is run.
+    A rank that fails ends the others, as under the launcher.
     """
     from support.forked_ranks import warm_server
 
-    return warm_server().run_script(ranks, [script, *arguments], timeout, shared_memory)
+    return warm_server().run_script(ranks, [script, *arguments], timeout)
 
 
 def run_script(script: str, *arguments: str, timeout: float = 300) -> Done:
@@ -50,12 +46,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-def forget_port(port: int) -> None:
-    """Remove what killed ranks leave in shared memory, under their port: 69 MB each."""
-    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-        buffer.unlink(missing_ok=True)
 
 
 def environment() -> dict[str, str]:

@@ -6,18 +6,16 @@
 import json
 import logging
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_fp32_param
 from support.exhaustive import chosen
 from torch import nn
 
 from ds_trainer.engine import engine
-from ds_trainer.engine.histograms import Histograms
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.engine.optim import Hyperparameters, parameter_groups
 from ds_trainer.ranks import distributed
@@ -108,68 +106,7 @@ SOUND = {
     "high start": Case("fp16", 1, (), 20, 1.0, words={"fp16": {"enabled": True, "initial_scale_power": 28}}),
     **{f"sgd-{p}-{s}": Case(p, s, (), 6, words=_SGD) for p, s in (("fp32", 1), ("fp16", 0), ("fp16", 1), ("bf16", 0))},
 }
-_PLAIN_SGD = _SGD | {"gradient_clipping": 0.0}
-_AT = {stage: {"zero_optimization": {"stage": stage, "reduce_scatter": False}} for stage in (1, 2)}
-_BF16_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}
-# gradients at the lower end of fp16, where it is not the same to halve them before their sum and after it
-_SMALL = {"communication_data_type": "fp16"}
-PLAIN = (
-    {f"plain-{stage}": Case("fp32", stage, (), 2) for stage in (0, 1, 2, 3)}
-    | {f"plain sgd-{stage}": Case("fp32", stage, (), 2, words=_PLAIN_SGD) for stage in (0, 1, 2)}
-    | {f"plain autocast-{stage}": Case("autocast", stage, ()) for stage in (0, 1)}
-    | {
-        f"plain small-{stage}": Case("fp32", stage, (), 2, words=_AT.get(stage, {}) | _SMALL, factor=1e-5)
-        for stage in (0, 1, 2)
-    }
-)
-# One key of the engine file more than in the case of PLAIN that is named last
-EFFECTIVE = (
-    {
-        f"communication_data_type, plain-{stage}": Case("fp32", stage, (), 2, words={"communication_data_type": "bf16"})
-        for stage in chosen(range(4), lambda stage: stage in (0, 3))
-    }
-    | {
-        f"grad_accum_dtype, plain-{stage}": Case("fp32", stage, (), 2, words=_BF16_SUMS)
-        for stage in chosen((1, 3), lambda stage: stage == 3)
-    }
-    | {
-        f"gradient_predivide_factor, plain-{stage}": Case(
-            "fp32", stage, (), 2, words=_AT.get(stage, {}) | {"gradient_predivide_factor": 1e42}
-        )
-        for stage in chosen(range(3), lambda stage: stage == 1)
-    }
-    | {
-        f"prescale_gradients, plain small-{stage}": Case(
-            "fp32", stage, (), 2, words=_AT.get(stage, {}) | _SMALL | {"prescale_gradients": True}, factor=1e-5
-        )
-        for stage in chosen(range(3), lambda stage: stage == 1)
-    }
-    | {
-        f"gradient_allreduce_op, plain sgd-{stage}": Case(
-            "fp32", stage, (), 2, words=_PLAIN_SGD | {"gradient_allreduce_op": "sum"}
-        )
-        for stage in chosen(range(3), lambda stage: stage == 1)
-    }
-    | {
-        "lower_precision_safe_modules, plain autocast-1": Case(
-            "autocast",
-            1,
-            (),
-            words={"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Conv2d"]}},
-        ),
-        "communication_data_type, plain autocast-0": Case("autocast", 0, (), words={"communication_data_type": "bf16"}),
-    }
-)
-IDLE = {
-    "grad_accum_dtype, plain-2": Case("fp32", 2, (), 2, words=_BF16_SUMS),
-    "communication_data_type, plain autocast-1": Case("autocast", 1, (), words={"communication_data_type": "bf16"}),
-    "hysteresis, floor-0": Case("fp16", 0, _FROM_2, 14, words={"fp16": _FP16 | {"hysteresis": 1}}),
-}
-"""The same for keys of which a warning says that they are without effect there."""
-_COMPARED = {name.split(", ")[1] for name in EFFECTIVE | IDLE}
-CASES = (
-    SKIPPING | SPOILT | STOPPED | SOUND | {name: PLAIN[name] for name in PLAIN if name in _COMPARED} | EFFECTIVE | IDLE
-)
+CASES = SKIPPING | SPOILT | STOPPED | SOUND
 
 
 class Infinite(torch.autograd.Function):
@@ -215,21 +152,14 @@ def run(case: Case) -> dict[str, Any]:
     groups = parameter_groups(net, [], [], BASE)
     under = engine.start_engine(net, groups, config_of(case), BASE, lambda step: DECAY**step)
     watch = StepWatch(under, "tiny", case.max_skipped)
-    histograms = Histograms(under, lambda step: step == 2)
-    seen: dict[str, Any] = {"rates": [], "losses": [], "scales": [], "norms": [], "error": None}
+    seen: dict[str, Any] = {"rates": [], "losses": [], "norms": [], "error": None}
     try:
         for step in range(case.steps):
             Infinite.on = step in case.infinite and distributed.rank() == distributed.world_size() - 1
-            if step == 1:
-                weights = {n: safe_get_full_fp32_param(p) for p, n in under.param_names.items()}
-                seen["weights"] = {n: None if w is None else w.flatten().tolist() for n, w in weights.items()}
             seen["losses"].append(one_step(under, step, case.factor))
             readings = engine.readings(under)
             seen["rates"].append(next(iter(readings.values())))
-            seen["scales"].append(readings["train/loss_scale"])
             seen["norms"].append(readings.get("train/grad_norm"))
-            if step == 1:
-                seen["histograms"] = {tag: asdict(histogram) for tag, histogram in histograms.take().items()}
             watch.after_step()
             if step % 2 or step == case.steps - 1:
                 watch.check()

@@ -9,14 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from support.squad_examples import (
-    SMALL,
-    word_pieces,
-)
-from transformers import (
-    BertConfig,
-    BertModel,
-)
+from support.squad_examples import SMALL, word_pieces
+from transformers import BertConfig, BertModel
 
 from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.models.pretrained import load_tokenizer
@@ -27,19 +21,10 @@ from ds_trainer.tasks.squad.squad_task import SquadTask, WindowAnswer
 
 def write(folder: Path, questions: list[Question]) -> None:
     """A file of one article with a paragraph a question, for both splits of v1.1 and v2."""
-    paragraphs = [
-        {
-            "context": question.context,
-            "qas": [
-                {
-                    "id": question.id,
-                    "question": question.question,
-                    "answers": [{"text": text, "answer_start": start} for text, start in question.answers],
-                }
-            ],
-        }
-        for question in questions
-    ]
+    paragraphs = []
+    for id, context, question, golds in questions:
+        answers = [{"text": text, "answer_start": start} for text, start in golds]
+        paragraphs.append({"context": context, "qas": [{"id": id, "question": question, "answers": answers}]})
     folder.mkdir(exist_ok=True)
     for name in ("train-v1.1.json", "dev-v1.1.json", "train-v2.0.json", "dev-v2.0.json"):
         text = json.dumps({"data": [{"title": "T", "paragraphs": paragraphs}]})

@@ -70,7 +70,7 @@ def spec_of(**fields):
 def cut_by_ranks(method):
     model = model_of("bert")
     calibration = dealt_calibration(distributed.rank(), distributed.world_size())
-    cut_weights(model, calibration, spec_of(method=method, uniform=False), CPU)
+    cut_weights(model, calibration, spec_of(method=method, uniform=False))
     return model.state_dict()
 
 

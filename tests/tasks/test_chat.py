@@ -11,7 +11,7 @@ from support.lm_files import CHATML, SMALL, chat, decoder_folder, lm_task
 from transformers import GPT2Config, LlamaConfig
 
 from ds_trainer.config.task_specs import LmSpec
-from ds_trainer.tasks.lm.lm_text import check_data_files, training_texts
+from ds_trainer.tasks.registry import check_data_files, training_texts
 
 MARKED = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
@@ -57,12 +57,13 @@ def test_only_what_the_assistant_writes_is_learned(template: str, packing: bool,
     assert learned(task) == ["it rains.<end>sat on the mat<end>"]
     text = task.tokenizer.decode(task.examples("train").row(0)["input_ids"])
     assert text.startswith("<|system|>be brief<end>\n<|user|>why is it wet?<end>\n<|assistant|>it rains.<end>\n")
-
-
-def test_a_greeting_of_the_assistant_has_no_labels(build: Any) -> None:
-    """It answers nothing; what it says later is learned."""
+    # a greeting answers nothing, and padding, which is the end of text here, takes no label away
     greeting = {"role": "assistant", "content": "good morning"}
-    assert learned(build([[greeting, *chat("is it wet?", "yes")]])) == ["yes<end>"]
+    task = build([TWO_TURNS, [greeting, *chat("is it wet?", "yes")]], template)
+    assert task.pad_token_id == task.tokenizer.eos_token_id
+    labels = task.collate(task.examples("train"), [0, 1]).labels
+    first = "good morning<end>" if template == MARKED else ""
+    assert task.tokenizer.decode(labels) == f"it rains.<end>sat on the mat<end>{first}yes<end>"
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -75,14 +76,6 @@ def test_the_template_alone_writes_the_beginning_of_a_text(begins: bool, build: 
         rows = [examples.row(index)["input_ids"].tolist() for index in range(len(examples))]
         assert [row.count(task.tokenizer.bos_token_id) for row in rows] == [count] * len(rows)
         assert all(row[0] == task.tokenizer.bos_token_id for row in rows if count)
-
-
-def test_padding_with_the_end_of_text_takes_no_label_away(build: Any) -> None:
-    """A tokenizer without padding pads with its end of text, which still ends each turn of the assistant."""
-    task = build([TWO_TURNS, chat("no", "yes")])
-    assert task.pad_token_id == task.tokenizer.eos_token_id
-    batch = task.collate(task.examples("train"), [0, 1])
-    assert task.tokenizer.decode(batch.labels) == "it rains.<end>sat on the mat<end>yes<end>"
 
 
 def test_long_conversations_are_cut_and_those_without_a_label_go(build: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,7 +97,7 @@ def test_long_conversations_are_cut_and_those_without_a_label_go(build: Any, cap
 REFUSED = [
     ([TWO_TURNS], None, "has no chat template, which messages_column needs"),
     ([TWO_TURNS], LAST, r"chat\.jsonl, line 1: the chat template writes message 3 in another way where others follow"),
-    ([TWO_TURNS], THINKING, r"begins an answer in another way than it writes message 3, .* mark the turns"),
+    ([TWO_TURNS], THINKING, r"writes message 3 in another way behind the prompt for an answer, .* mark the turns"),
     ([chat("a"), TWO_TURNS], "{{ raise_exception('no system') }}", r"line 1: the chat template refuses .* no system"),
     ([[{"role": "user"}]], CHATML, r'line 1: message 1 must have a "role" and a "content"'),
     ([chat("a"), []], CHATML, r"line 2: 'messages' is a list, and must be a list of messages"),

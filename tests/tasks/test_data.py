@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,26 +55,6 @@ def test_padding_fills_each_column_with_its_own_value_up_to_the_multiple() -> No
     assert padded["token_type_ids"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
     assert padded["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
     assert some_examples().padded([2, 1], {})["attention_mask"].shape == (2, 2)
-
-
-@settings(max_examples=30, deadline=None)
-@given(lengths=LENGTHS, batch_size=st.integers(1, 40), seed=st.integers(0, 3))
-def test_every_epoch_holds_every_example_once(lengths: np.ndarray, batch_size: int, seed: int) -> None:
-    """The batches in a row, cut every n examples, hold each example exactly once, whatever the batch size."""
-    plan, n = BatchPlan(lengths, batch_size, seed), len(lengths)
-    stream = np.concatenate([plan.indices(step) for step in range(-(-3 * n // batch_size))])
-    for epoch in range(3):
-        assert sorted(stream[epoch * n : (epoch + 1) * n]) == list(range(n))
-
-
-@settings(max_examples=40, deadline=None)
-@given(lengths=LENGTHS, batch_size=st.integers(1, 20), steps=st.lists(st.integers(0, 200), min_size=1, max_size=6))
-def test_a_batch_depends_on_its_step_alone(lengths: np.ndarray, batch_size: int, steps: list[int]) -> None:
-    """Asked in any order, by any plan of the same data and seed, a step gets the same batch."""
-    plan = BatchPlan(lengths, batch_size, 7)
-    for step in steps:
-        assert plan.indices(step).tolist() == BatchPlan(lengths, batch_size, 7).indices(step).tolist()
-        assert plan.indices(step).shape == (batch_size,)
 
 
 def test_epochs_and_seeds_are_shuffled_differently() -> None:
@@ -129,25 +109,6 @@ def test_evaluation_covers_all_with_equal_batches(lengths: np.ndarray, world: in
     assert lengths[shards[0][0][0]] == lengths.max()
 
 
-def test_steps_for_epochs_round_up_without_float_dust() -> None:
-    """0.1 of 30 examples in batches of 3 is one step, though 0.1 * 30 / 3 is not exactly 1 in floating point."""
-    assert steps_for(0.1, 30, 3) == 1
-    assert steps_for(3, 10, 4) == 8
-
-
-def test_a_limit_is_spread_over_all_examples() -> None:
-    """Positions are evenly spaced; a limit that is no smaller than the data, or none, leaves all."""
-    assert spread(10, 4) == [0, 2, 5, 7]
-    for limit in (None, 10, 11):
-        assert list(spread(10, limit)) == [*range(10)]
-
-
-def test_the_fingerprint_tells_settings_apart_but_not_their_order() -> None:
-    """Another value changes the key; another order of the same settings does not."""
-    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
-    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
-
-
 def test_the_cache_builds_once_and_gives_back_what_was_built(tmp_path: Path) -> None:
     """The second caller does not build; arrays, notes and dtypes survive; nothing else stays in the folder."""
     built: list[int] = []
@@ -166,55 +127,26 @@ def test_the_cache_builds_once_and_gives_back_what_was_built(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "deep" / "cache").iterdir()] == ["key"]
 
 
-def _truncate(folder: Path) -> None:
-    path = folder / "tokens.input_ids.npy"
-    path.write_bytes(path.read_bytes()[:-4])
+def flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
 
 
-def _flip(folder: Path) -> None:
-    path = folder / "tokens.input_ids.npy"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(bytes(data))
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("tokens.input_ids.npy", lambda content: content[:-4]),
+        ("tokens.input_ids.npy", flipped),
+        ("fields.labels.npy", None),
+        ("index.json", lambda content: b"{"),
+        ("index.json", lambda content: b'{"checksums": {}}'),
+        ("index.json", lambda content: b""),
+    ],
+)
+def test_a_damaged_cache_is_built_anew(file: str, damage: Any, tmp_path: Path) -> None:
+    """Truncated, altered, incomplete or garbled files are noticed, and replaced by whole ones.
 
-
-def _forget(folder: Path) -> None:
-    (folder / "fields.labels.npy").unlink()
-
-
-def _garble(folder: Path) -> None:
-    (folder / "index.json").write_text("{", encoding="utf-8")
-
-
-def _unindex(folder: Path) -> None:
-    (folder / "index.json").write_text(json.dumps({"checksums": {}}), encoding="utf-8")
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("damage", [_truncate, _flip, _forget, _garble, _unindex, _empty])
-def test_a_damaged_cache_is_built_anew(tmp_path: Path, damage: object) -> None:
-    """Truncated, altered, incomplete or garbled files are noticed, and replaced by whole ones."""
-    cached(tmp_path, "key", some_examples)
-    damage(tmp_path / "key")  # type: ignore[operator]
-    found = cached(tmp_path, "key", some_examples)
-    assert found.tokens["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert found.fields["labels"].tolist() == [0, 1, 2]
-    assert [path.name for path in tmp_path.iterdir()] == ["key"]
-
-
-def test_a_cache_that_cannot_be_written_names_the_folder(tmp_path: Path) -> None:
-    """A cache folder under a file is the user's mistake, and told as one."""
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"cache_dir .*file.* cannot be written"):
-        cached(tmp_path / "file", "key", some_examples)
-
-
-def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
-    """What `build` raises is passed on, and the next call builds."""
+    What `build` raises is passed on and leaves nothing behind; a folder that cannot be written is named.
+    """
 
     def broken() -> Examples:
         raise ValueError("line 3 is bad")
@@ -222,7 +154,16 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 3 is bad"):
         cached(tmp_path, "key", broken)
     assert not list(tmp_path.iterdir())
-    assert len(cached(tmp_path, "key", some_examples)) == 3
+    cached(tmp_path, "key", some_examples)
+    path = tmp_path / "key" / file
+    path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
+    examples = cached(tmp_path, "key", some_examples)
+    assert examples.tokens["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert examples.fields["labels"].tolist() == [0, 1, 2]
+    assert [each.name for each in tmp_path.iterdir()] == ["key"]
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"cache_dir .*file.* cannot be written"):
+        cached(tmp_path / "file", "key", some_examples)
 
 
 CASES = ("good", "bad", "elsewhere", "elsewhere-bad")
@@ -266,17 +207,33 @@ def test_two_ranks_share_a_cache_and_fail_together(tmp_path: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    n=st.integers(1, 60),
-    order=st.integers(1, 20),
+    lengths=LENGTHS,
+    batch_size=st.integers(1, 40),
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=30),
     seed=st.integers(0, 5),
 )
-def test_batches_of_any_sizes_visit_the_same_examples_in_the_same_order(n, order, sizes, seed):
-    """However the batch size changes on the way, none is left out or seen twice; by the plan's own they are steps."""
-    plan = BatchPlan(np.random.default_rng(seed).integers(1, 30, n), order, seed)
+def test_batches_are_a_function_of_the_step_and_visit_each_example_once_an_epoch(lengths, batch_size, sizes, seed):
+    """Asked in any order, and however the batch size changes on the way: none is left out or seen twice."""
+    plan, n = BatchPlan(lengths, batch_size, seed), len(lengths)
+    steps = -(-max(3 * n, sum(sizes)) // batch_size)
+    stream = np.concatenate([plan.indices(step) for step in range(steps)])
+    assert len(stream) == steps * batch_size
+    for epoch in range(3):
+        assert sorted(stream[epoch * n : (epoch + 1) * n]) == list(range(n))
+    backwards = BatchPlan(lengths, batch_size, seed)
+    for step in reversed(range(steps)):
+        assert np.array_equal(backwards.indices(step), stream[step * batch_size : (step + 1) * batch_size])
     ends = np.cumsum([0, *sizes])
     parts = [plan.between(int(start), int(end)) for start, end in pairwise(ends)]
-    steps = np.concatenate([plan.indices(step) for step in range(-(-int(ends[-1]) // order))])
     assert [len(part) for part in parts] == sizes
-    assert np.array_equal(np.concatenate(parts), steps[: ends[-1]])
-    assert np.array_equal(plan.between(2 * order, 3 * order), plan.indices(2))
+    assert np.array_equal(np.concatenate(parts), stream[: ends[-1]])
+
+
+def test_small_numbers() -> None:
+    """Epochs round up without float dust, limits are evenly spaced, and hashes follow values but not their order."""
+    assert steps_for(0.1, 30, 3) == 1
+    assert steps_for(3, 10, 4) == 8
+    assert spread(10, 4) == [0, 2, 5, 7]
+    for limit in (None, 10, 11):
+        assert list(spread(10, limit)) == [*range(10)]
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1}) != fingerprint({"a": 2, "b": 2})

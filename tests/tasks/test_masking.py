@@ -42,14 +42,6 @@ def test_exactly_the_share_of_each_row_is_chosen(width: int, share: float, chose
     assert found.sum(axis=1).tolist() == [chosen] * 20
 
 
-def test_a_row_without_a_choice_has_none() -> None:
-    """Special tokens alone are left alone."""
-    tokens = np.zeros((1, 4), np.int64)
-    seen, chosen = mask_tokens(rule_of(), tokens, np.ones_like(tokens), np.array([0]), 0)
-    assert not chosen.any()
-    assert (seen == tokens).all()
-
-
 def test_chosen_tokens_are_masked_kept_and_replaced_in_their_shares() -> None:
     """80, 10 and 10% of 30,000 choices; random tokens are ordinary and all turn up; the rest is as it was."""
     tokens, attended, ids = rows_of(2000, 102)
@@ -62,15 +54,6 @@ def test_chosen_tokens_are_masked_kept_and_replaced_in_their_shares() -> None:
     assert within(int(masked.sum()), trials, 0.8)
     assert within(int(changed.sum()), trials, 0.1 * (1 - 1 / 47))  # one in 47 random tokens is the token itself
     assert set(seen[changed].tolist()) == set(range(3, VOCABULARY))
-
-
-@pytest.mark.parametrize(("word_mask", "word_rand"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
-def test_a_share_of_one_is_all(word_mask: float, word_rand: float) -> None:
-    """Every chosen token is masked, random, or kept."""
-    tokens, attended, ids = rows_of(50, 102)
-    seen, chosen = mask_tokens(rule_of(word_mask=word_mask, word_rand=word_rand), tokens, attended, ids, 3)
-    assert ((seen == MASK) == (chosen if word_mask else np.zeros_like(chosen))).all()
-    assert ((seen != tokens).sum() > 0) == (word_mask + word_rand > 0)
 
 
 def test_special_tokens_are_never_chosen_and_never_put_in() -> None:

@@ -19,7 +19,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from ds_trainer.config.recipe import parse_task
 from ds_trainer.tasks.data import Examples
 from ds_trainer.tasks.lm.packing import best_fit, packed
 
@@ -96,19 +95,18 @@ def test_the_loss_is_that_of_the_documents_alone(name: str, documents: list[Any]
     model = two.build_model(source).eval()
     (score, gradients, counts), (other, others, same) = totals(one, model, 2), totals(two, model, 2)
     assert len(two.examples("train")) < len(one.examples("train"))
+    batch = two.collate(two.examples("train"), [0])
+    # with a mask a teacher would not see where documents begin; what reads the mask still has it
+    assert set(two.inputs_for(model, batch)) == {"input_ids", "position_ids", "head_positions"}
+    assert batch.mask.shape == batch.inputs["input_ids"].shape
+    # a limit counts documents: packed or not, the same ones are used
+    limited = (lm_task(tmp_path, source, documents, max_train_samples=2, packing=p) for p in (False, True))
+    few, packed_few = (np.sort(task.examples("train").tokens["input_ids"]) for task in limited)
+    assert np.array_equal(few, packed_few)
     assert other == pytest.approx(score, rel=1e-5)
     assert [same[unit] for unit in ("label", "token")] == [counts[unit] for unit in ("label", "token")]
     for key, value in gradients.items():
         torch.testing.assert_close(others[key], value, rtol=0, atol=1e-5 * float(value.abs().max()), msg=key)
-
-
-def test_a_limit_counts_documents(tmp_path: Path) -> None:
-    """Packed or not, the same ones are used."""
-    source = decoder_folder(tmp_path / "model", APART["gpt2"])
-    tasks = [lm_task(tmp_path, source, LINES, max_train_samples=2, packing=p) for p in (False, True)]
-    one, two = (np.sort(task.examples("train").tokens["input_ids"]) for task in tasks)
-    assert np.array_equal(one, two)
-    assert tasks[0].key("train") != tasks[1].key("train")
 
 
 @pytest.mark.parametrize("name", TOGETHER)
@@ -121,19 +119,3 @@ def test_a_model_whose_documents_see_each_other_is_refused(name: str, tmp_path: 
         ValueError, match=f"is a {name} model, which gives a document other logits in a row with others"
     ):
         two.build_model(source)
-
-
-def test_a_teacher_gets_no_mask_either(tmp_path: Path) -> None:
-    """With one it would not see where documents begin; what reads the mask still has it."""
-    source = decoder_folder(tmp_path / "model", APART["llama"])
-    task = lm_task(tmp_path, source, LINES, packing=True)
-    batch = task.collate(task.examples("train"), [0])
-    assert set(task.inputs_for(task.build_model(source), batch)) == {"input_ids", "position_ids", "head_positions"}
-    assert batch.mask.shape == batch.inputs["input_ids"].shape
-
-
-@pytest.mark.parametrize("field", [{"packing": True}, {"messages_column": "messages"}])
-def test_masked_language_modelling_has_neither(field: dict[str, Any]) -> None:
-    """The recipe is refused, with the reason."""
-    with pytest.raises(ValueError, match=f"{next(iter(field))}: .*, or use clm"):
-        parse_task({"name": "mlm", "validation_file": "a.txt"} | field)

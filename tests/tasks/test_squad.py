@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,6 @@ from support.squad_examples import (
     gpt2_tokenizer,
     hard_questions,
     modernbert_tokenizer,
-    roberta_tokenizer,
     with_words_only,
     word_pieces,
 )
@@ -31,40 +31,24 @@ from transformers import (
     DebertaV2Model,
     DistilBertConfig,
     DistilBertModel,
-    ElectraConfig,
-    ElectraModel,
     GPT2Config,
     GPT2Model,
     ModernBertConfig,
     ModernBertModel,
-    RobertaConfig,
-    RobertaModel,
 )
 
-from ds_trainer import run
-from ds_trainer.cli.train import read_train_job
 from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.tasks.data import Examples
 from ds_trainer.tasks.squad.squad_file import GoldAnswer, Question
-from ds_trainer.tasks.squad.squad_task import SquadTask, WindowAnswer
-from ds_trainer.tasks.squad.squad_windows import tokenised
+from ds_trainer.tasks.squad.squad_task import SquadTask, WindowAnswer, best_spans
+from ds_trainer.tasks.squad.squad_windows import SpanPositions, tokenised
 from ds_trainer.tasks.task import PAD_LOGIT
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     return TOKENIZERS[request.param]()
-
-
-def test_an_answer_that_no_token_covers_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A control character that the tokenizer drops cannot be learnt: it is no answer in the window, and is counted."""
-    caplog.set_level("INFO", logger="ds_trainer")
-    question = Question("q", "the a \x01 the", "what?", (GoldAnswer("\x01", 6),))
-    task = squad(tmp_path, [question, *hard_questions(0, 4)])
-    assert task.examples("train").fields["labels"][0, :2].tolist() == [0, 0]
-    assert "the answers of 1 questions are in no window" in caplog.text
-    assert f"squad train: {tmp_path}/data/train-v1.1.json: 5 questions in" in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -86,24 +70,44 @@ def test_a_perfect_model_scores_100(tokenizer: Any, encoder: Path, tmp_path: Pat
     assert list(predictions.values()) == [question.answers[0].text for question in questions]
 
 
-def test_a_perfect_model_of_v2_knows_what_has_no_answer(encoder: Path, tmp_path: Path) -> None:
-    """Unanswerable questions are answered with "", the others with their text; the odds tell them apart."""
-    questions = [
-        question._replace(answers=()) if number % 3 == 0 else question
-        for number, question in enumerate(with_words_only(5, 30))
-    ]
-    task = squad(tmp_path, questions, encoder, version_2_with_negative=True, max_seq_length=100, doc_stride=30)
+def test_an_answer_that_no_token_covers_is_counted(encoder: Path, tmp_path: Path, caplog: Any) -> None:
+    """A control character that the tokenizer drops cannot be learnt: it is no answer in the window.
+
+    Limits count questions, spread over the file; long questions are cut; a second question of an id is an error.
+    """
+    caplog.set_level("INFO", logger="ds_trainer")
+    question = Question("q", "the a \x01 the", "the year " * 20, (GoldAnswer("\x01", 6),))
+    task = squad(tmp_path, [question, *hard_questions(0, 4)], encoder, max_query_length=5, max_eval_samples=2)
+    examples = task.examples("train")
+    assert examples.fields["labels"][0, :2].tolist() == [0, 0]
+    assert "the answers of 1 questions are in no window" in caplog.text
+    assert f"squad train: {tmp_path}/data/train-v1.1.json: 5 questions kept; 5 questions in" in caplog.text
+    asked = task.tokenizer(question.question, add_special_tokens=False)["input_ids"][:5]
+    assert examples.row(0)["input_ids"][1:7].tolist() == [*asked, task.tokenizer.sep_token_id]
+    assert [each.id for each in task.questions("validation")] == ["q", "q1"]
+    with pytest.raises(ValueError, match="several questions have the same id: 'q'"):
+        squad(tmp_path, [question, question], encoder).examples("train")
+
+
+def test_the_cache_follows_what_it_depends_on_and_scores_do_not(encoder: Path, tmp_path: Path) -> None:
+    """Another stride, length or file is another cache; two models agree by their texts, whatever their logits."""
+    questions = [Question(f"q{i}", "the year state", "what?", (GoldAnswer("year", 4),)) for i in range(4)]
+
+    def key(**fields: Any) -> str:
+        return squad(tmp_path, questions, encoder, **fields).key("train")
+
+    assert key() == key(n_best_size=3, max_answer_length=9, pad_to_multiple_of=8, max_eval_samples=1)
+    keys = {key(), key(doc_stride=10), key(max_seq_length=41), key(max_query_length=15), key(max_train_samples=2)}
+    assert len(keys) == 5
+    task = squad(tmp_path, questions, encoder)
     answers = answered(task, perfect)
-    found = task.score("validation", answers)
-    assert {found[name] for name in ("exact_match", "f1", "HasAns_exact", "NoAns_f1", "best_exact", "best_f1")} == {100}
-    assert found["NoAns_total"] == sum(not question.answers for question in questions)
-    files = task.artifacts("validation", answers)
-    for question in questions:
-        assert (files["null_odds.json"][question.id] > 0) == (not question.answers)
-        best = files["nbest_predictions.json"][question.id][0]["text"]
-        assert best == files["predictions.json"][question.id]
-        assert (best == "") == (not question.answers)
-    assert json.loads(json.dumps(files, allow_nan=False)) == files
+    others = {id: answer._replace(start_logits=[x / 2 for x in answer.start_logits]) for id, answer in answers.items()}
+    assert task.agreement("validation", answers, others) == 1
+    first = int(task.examples("validation").fields["labels"][0, 3])
+    others[0] = WindowAnswer([first], [first], [9.0], [9.0], (0.0, 0.0))
+    assert task.agreement("validation", answers, others) == 0.75
+    questions = hard_questions(1, 4)
+    assert key() not in keys
 
 
 def test_nothing_is_answered_above_the_threshold_only(encoder: Path, tmp_path: Path) -> None:
@@ -147,22 +151,10 @@ def test_the_windows_of_a_question_are_merged(encoder: Path, tmp_path: Path) -> 
 
 FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], set[str]]] = {
     "bert": (word_pieces, bert, {"input_ids", "attention_mask", "token_type_ids"}),
-    "roberta": (
-        roberta_tokenizer,
-        lambda t: RobertaModel(
-            RobertaConfig(vocab_size=len(t), pad_token_id=0, max_position_embeddings=64, type_vocab_size=1, **SMALL)
-        ),
-        {"input_ids", "attention_mask"},
-    ),
     "distilbert": (
         word_pieces,
         lambda t: DistilBertModel(DistilBertConfig(vocab_size=len(t), dim=16, n_layers=1, n_heads=2, hidden_dim=16)),
         {"input_ids", "attention_mask"},
-    ),
-    "electra": (
-        word_pieces,
-        lambda t: ElectraModel(ElectraConfig(vocab_size=len(t), embedding_size=16, **SMALL)),
-        {"input_ids", "attention_mask", "token_type_ids"},
     ),
     "modernbert": (
         modernbert_tokenizer,
@@ -261,77 +253,6 @@ def test_the_loss_is_the_mean_over_start_and_end_without_padding(encoder: Path, 
     assert (start[1, short:] == torch.tensor(PAD_LOGIT).bfloat16()).all()
 
 
-def test_a_model_learns_from_it(encoder: Path, tmp_path: Path) -> None:
-    """Some steps on one batch lower the loss: labels, masks and inputs belong together."""
-    task = squad(tmp_path, with_words_only(8, 4), encoder)
-    torch.manual_seed(0)
-    model = task.build_model(encoder)
-    batch = task.collate(task.examples("train"), range(4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(40):
-        loss = task.loss(model(**batch.inputs), batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 3
-
-
-def test_limits_are_of_questions_spread_over_the_file(encoder: Path, tmp_path: Path) -> None:
-    """With every window of a chosen question; the score and the artifacts are of those alone."""
-    questions = with_words_only(9, 12)
-    task = squad(tmp_path, questions, encoder, max_train_samples=3, max_eval_samples=4, max_seq_length=100)
-    assert len(set(task.examples("train").fields["question"].tolist())) == 3
-    answers = answered(task, perfect)
-    chosen = [questions[index * len(questions) // 4].id for index in range(4)]
-    assert list(task.artifacts("validation", answers)["predictions.json"]) == chosen
-    assert task.score("validation", answers)["exact_match"] == 100
-
-
-def test_agreement_is_the_share_of_questions_with_the_same_text(encoder: Path, tmp_path: Path) -> None:
-    """Other logits of the same text agree; another text does not."""
-    questions = [Question(f"q{i}", "the year state", "what?", (GoldAnswer("year", 4),)) for i in range(4)]
-    task = squad(tmp_path, questions, encoder)
-    answers = answered(task, perfect)
-    others = {id: answer._replace(start_logits=[x / 2 for x in answer.start_logits]) for id, answer in answers.items()}
-    assert task.agreement("validation", answers, others) == 1
-    first = int(task.examples("validation").fields["labels"][0, 3])
-    others[0] = WindowAnswer([first], [first], [9.0], [9.0], (0.0, 0.0))
-    assert task.agreement("validation", answers, others) == 0.75
-
-
-def test_the_cache_follows_what_it_depends_on(encoder: Path, tmp_path: Path) -> None:
-    """Another stride, length or file is another cache; settings of the scoring are not."""
-    questions = hard_questions(0, 4)
-
-    def key(**fields: Any) -> str:
-        return squad(tmp_path, questions, encoder, **fields).key("train")
-
-    assert key() == key(n_best_size=3, max_answer_length=9, pad_to_multiple_of=8, max_eval_samples=1)
-    found = {key(), key(doc_stride=10), key(max_seq_length=41), key(max_query_length=15), key(max_train_samples=2)}
-    assert len(found) == 5
-    questions = hard_questions(1, 4)
-    assert key() not in found
-
-
-def test_scoring_reads_a_split_that_was_cached(encoder: Path, tmp_path: Path) -> None:
-    """A second run finds the tokens in the cache and the texts in the file."""
-    questions = with_words_only(4, 5)
-    squad(tmp_path, questions, encoder, max_seq_length=100).examples("validation")
-    task = squad(tmp_path, questions, encoder, max_seq_length=100)
-    assert task.score("validation", answered(task, perfect))["f1"] == 100
-
-
-def test_long_questions_are_cut(encoder: Path, tmp_path: Path) -> None:
-    """To max_query_length tokens, from the right."""
-    question = hard_questions(0, 2)[0]._replace(question="the year " * 20)
-    task = squad(tmp_path, [question], encoder, max_query_length=5)
-    row = task.examples("train").row(0)
-    asked = task.tokenizer("the year " * 20, add_special_tokens=False)["input_ids"][:5]
-    assert row["input_ids"][1:7].tolist() == [*asked, task.tokenizer.sep_token_id]
-
-
 def test_windows_that_leave_gaps_in_a_long_context_are_refused(encoder: Path, tmp_path: Path) -> None:
     """Beside questions that leave room, or a context of one window, the same settings lose no token of any context."""
     questions = [
@@ -357,50 +278,130 @@ def test_windows_that_leave_gaps_in_a_long_context_are_refused(encoder: Path, tm
         squad(tmp_path, questions, encoder, doc_stride=37).examples("train")
 
 
-def test_a_gap_in_the_validation_split_is_told_before_the_training(encoder: Path, tmp_path: Path) -> None:
-    """Its questions need not be as short as those of the training split."""
-    write(tmp_path / "data", [question._replace(question="what?") for question in hard_questions(0, 3)])
-    asked = json.loads((tmp_path / "data" / "dev-v1.1.json").read_text())
-    asked["data"][0]["paragraphs"][1]["qas"][0]["question"] = "year " * 9
-    (tmp_path / "data" / "dev-v1.1.json").write_text(json.dumps(asked))
-    task = {"name": "squad", "max_seq_length": 40, "doc_stride": 30, "data_dir": str(tmp_path / "data")}
-    recipe = {
-        "task": task,
-        "phases": [{"max_steps": 2, "train_batch_size": 2}],
-        "model": {"name_or_path": str(encoder)},
-    }
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    files = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(tmp_path / "recipe.json")]
-    job = read_train_job([*files, "--output_dir", str(tmp_path / "out")])
-    with pytest.raises(ValueError, match=r"question 'q1': doc_stride is 30, and .* 9 of a question"):
-        run.dry_run(job)
-
-
-def test_a_slow_tokenizer_is_refused(encoder: Path, tmp_path: Path) -> None:
-    """It cannot tell which characters a token is."""
+def test_models_that_cannot_answer_are_refused(encoder: Path, tmp_path: Path) -> None:
+    """A slow tokenizer, too few positions, and for a score a head that was not trained."""
     with pytest.raises(ValueError, match=r"SimpleNamespace\) is a slow one.*tokenizer\.json"):
         SquadTask(SquadSpec(), SimpleNamespace(is_fast=False), encoder, tmp_path)
-
-
-def test_windows_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
-    """As in every task, before the first step."""
     tokenizer = word_pieces()
     config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=39, **SMALL)
     source = save(BertForQuestionAnswering(config), tokenizer, tmp_path / "short")
     task = squad(tmp_path, hard_questions(0, 2), source)
     with pytest.raises(ValueError, match="max_seq_length is 40, and the model has 39 positions"):
         task.build_model(source)
-
-
-def test_only_a_trained_head_can_be_evaluated(encoder: Path, tmp_path: Path) -> None:
-    """An encoder alone is refused; the same with a question answering head is taken, weights and all."""
-    task = squad(tmp_path, hard_questions(0, 2), encoder)
+    task.check_trained(source)
     with pytest.raises(ValueError, match="is no trained question answering head"):
         task.check_trained(encoder)
-    model = task.build_model(encoder)
-    trained = save(model, task.tokenizer, tmp_path / "trained")
-    task.check_trained(trained)
-    torch.testing.assert_close(task.build_model(trained).state_dict(), model.state_dict())
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    tokenizer = gpt2_tokenizer()
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=128)
+    return save(GPT2Model(config), tokenizer, tmp_path / "gpt2")
+
+
+def v2_questions(count: int) -> list[Question]:
+    """Every third has no answer."""
+    return [
+        question._replace(answers=()) if number % 3 == 0 else question
+        for number, question in enumerate(with_words_only(5, count))
+    ]
+
+
+def test_a_model_without_a_class_token_can_say_that_there_is_no_answer(gpt2: Path, tmp_path: Path) -> None:
+    """A perfect GPT-2 scores 100 on v2, and its "no answer" is where it has seen the whole window."""
+    fields = {"version_2_with_negative": True, "max_seq_length": 100, "doc_stride": 30}
+    task = squad(tmp_path, v2_questions(30), gpt2, **fields)
+    answers = answered(task, perfect)
+    found = task.score("validation", answers)
+    assert {found[name] for name in ("exact_match", "HasAns_exact", "NoAns_exact", "best_exact", "best_f1")} == {100}
+    assert found["NoAns_total"] == sum(not question.answers for question in task.questions("validation"))
+    files = task.artifacts("validation", answers)
+    for question in task.questions("validation"):
+        assert (files["null_odds.json"][question.id] > 0) == (not question.answers)
+        best = files["nbest_predictions.json"][question.id][0]["text"]
+        assert best == files["predictions.json"][question.id]
+        assert (best == "") == (not question.answers)
+    assert json.loads(json.dumps(files, allow_nan=False)) == files
+    examples = task.examples("validation")
+    assert (examples.fields["labels"][:, 2] == examples.lengths - 1).all()
+    model = task.build_model(gpt2).eval()
+    row = task.collate(examples, [0]).inputs
+    other = {**row, "input_ids": row["input_ids"].clone()}
+    other["input_ids"][0, examples.fields["labels"][0, 4]] += 1
+    with torch.no_grad():
+        one, changed = (model(**inputs).start_logits[0] for inputs in (row, other))
+    assert one[0] == changed[0], "position 0 sees nothing"
+    assert one[-1] != changed[-1]
+
+
+def test_one_text_for_every_question_is_a_constant_answer(encoder: Path, tmp_path: Path) -> None:
+    """No text counts as one, too. A perfect model's texts differ; a single question can have but one."""
+    fields = {"version_2_with_negative": True, "max_seq_length": 100}
+    task = squad(tmp_path, v2_questions(9), encoder, **fields)
+
+    def silent(batch: Any) -> SimpleNamespace:
+        out = perfect(batch)
+        out.start_logits[:, 0], out.end_logits[:, 0] = 99.0, 99.0
+        return out
+
+    assert task.constant_answer("validation", answered(task, silent)) == '""'
+    assert task.constant_answer("validation", answered(task, perfect)) is None
+    alone = squad(tmp_path, [YEAR], encoder, **fields)
+    assert alone.constant_answer("validation", answered(alone, perfect)) is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_have_no_score(value: float, encoder: Path, tmp_path: Path) -> None:
+    """Wherever in the window; what stands at padding is no matter. The number of windows is told."""
+    task = squad(tmp_path, with_words_only(4, 8), encoder, max_seq_length=100)
+    lengths = task.examples("validation").lengths
+
+    def predict(broken: int) -> Any:
+        def out_of(batch: Any) -> SimpleNamespace:
+            out = perfect(batch)
+            out.end_logits[batch.ids < broken, 2] = value
+            out.start_logits[batch.mask == 0] = value
+            return out
+
+        return out_of
+
+    assert task.score("validation", answered(task, predict(0)))["f1"] == 100
+    message = rf"validation: the model gives logits that are not finite .* for 3 of {len(lengths)} examples"
+    with pytest.raises(ValueError, match=message):
+        task.score("validation", answered(task, predict(3)))
+
+
+def test_best_spans_are_the_best_of_all() -> None:
+    """Against every pair by brute force: in the context, in order, no longer than allowed, no -inf among the valid."""
+    generator = torch.Generator().manual_seed(1)
+    start, end = torch.randn(2, 5, 12, generator=generator)
+    places = SpanPositions(None, None, None, torch.tensor([3, 2, 1, 5, 4]), torch.tensor([11, 9, 3, 5, 3]))
+    firsts, lasts, valid = best_spans(start, end, places, 4, 9)
+    for row in range(5):
+        inside = range(int(places.first[row]), int(places.last[row]) + 1)
+        pairs = [(i, j) for i in inside for j in inside if i <= j < i + 4]
+        expected = sorted(pairs, key=lambda pair: -float(start[row, pair[0]] + end[row, pair[1]]))[:9]
+        assert int(valid[row]) == len(expected)
+        assert list(zip(firsts[row].tolist(), lasts[row].tolist(), strict=True))[: len(expected)] == expected
+    assert valid.tolist() == [9, 9, 6, 1, 0]
+    assert int(lasts.max()) < 12
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_spans_are_valid_whatever_the_logits(value: float) -> None:
+    """In the context, in order, no longer than allowed, and as many as there are: broken logits add none."""
+    generator = torch.Generator().manual_seed(1)
+    start, end = torch.randn(2, 4, 12, generator=generator)
+    start[:, [1, 4, 11]] = value
+    end[:, [0, 5, 11]] = value
+    places = SpanPositions(None, None, None, torch.tensor([3, 2, 4, 5]), torch.tensor([9, 4, 4, 4]))
+    firsts, lasts, valid = best_spans(start, end, places, 3, 30)
+    assert valid.tolist() == [18, 6, 1, 0]
+    for row, count in enumerate(valid.tolist()):
+        pairs = list(zip(firsts[row, :count].tolist(), lasts[row, :count].tolist(), strict=True))
+        assert len(set(pairs)) == count
+        assert all(places.first[row] <= i <= j <= places.last[row] and j - i < 3 for i, j in pairs)
 
 
 @pytest.mark.real

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from support.distill_files import lm_files, squad_files
-from support.launching import SHARED
 from support.tiny_tokenizers import SENTENCES, byte_pairs, word_pieces
 from support.zeroed import FAMILIES, model_of
 from transformers import AutoConfig, BertForMaskedLM, BertForQuestionAnswering, GPT2LMHeadModel
@@ -15,7 +14,6 @@ from ds_trainer.config.cut_specs import VocabularySpec
 from ds_trainer.config.recipe import parse_task
 from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.models.folders import save_folder, train_tokenizer
-from ds_trainer.models.pretrained import HEADLESS, load_tokenizer, load_trained
 from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.tasks.vocabulary import cut_vocabulary_for
 
@@ -118,19 +116,3 @@ def test_every_family_gives_its_texts_and_runs_on_the_cut_model(kind: str, head:
         tokens.append(its.convert_ids_to_tokens(task.examples("train").tokens["input_ids"].tolist()))
     assert len(kept) < len(tokenizer)
     assert tokens[0] == tokens[1]
-
-
-@pytest.mark.real
-def test_half_of_a_real_model_is_embeddings_that_sst2_never_reads(tmp_path: Path) -> None:
-    """The folder has three tenths less, and every tenth training text gives the tokens that it gave."""
-    source = SHARED / "models" / "minilm-l6"
-    spec = TextSpec(name="sst2", data_dir=str(SHARED / "data" / "glue"))
-    model, tokenizer = load_trained(source, (HEADLESS,)), load_tokenizer(source)
-    smaller, kept = cut_vocabulary_for(VocabularySpec(keep="seen"), spec, model, tokenizer)
-    for name, pair in {"whole": (model, tokenizer), "cut": (smaller, kept)}.items():
-        save_folder(*pair, tmp_path / name)
-    sizes = [sum(path.stat().st_size for path in (tmp_path / name).iterdir()) for name in ("cut", "whole")]
-    assert sizes[0] < 0.7 * sizes[1]
-    texts = training_texts(spec)[::10]
-    before, after = (each.backend_tokenizer.encode_batch(texts) for each in (tokenizer, kept))
-    assert [each.tokens for each in before] == [each.tokens for each in after]

@@ -32,13 +32,13 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.evaluation import evaluate
-from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
+from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.tasks.task import Forward
 from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs
 from ds_trainer.tasks.text.glue import positive_class
 from ds_trainer.tasks.text.metrics import score
-from ds_trainer.tasks.text.text_data import read_split
+from ds_trainer.tasks.text.text_data import records
 
 SHARED = Path(__file__).parents[3] / "shared"
 MNLI = ("entailment", "neutral", "contradiction")
@@ -84,92 +84,203 @@ def mnli(tmp_path: Path) -> TextSpec:
     return TextSpec(name="mnli", data_dir=str(tmp_path))
 
 
-def test_an_unknown_task_is_told_with_the_nearest_names() -> None:
-    """A misspelt task name is a mistake in the settings, told with what was probably meant."""
-    [mistake] = check_data_files(TextSpec(name="mnil"))
-    assert "'mnil' is unknown: did you mean 'mnli'" in mistake
-
-
 def test_rows_become_padded_batches_of_pairs(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
-    """A pair is told apart by token types; a batch is as long as its longest row; ids are positions."""
+    """A pair is told apart by token types; the width is that of the longest row, or the next multiple."""
     task = build_task(mnli, encoder, tmp_path / "cache")
     examples = task.examples("train")
     batch = task.collate(examples, [2, 0])
-    assert batch.ids.tolist() == [2, 0]
-    assert batch.labels.tolist() == [2, 0]
-    assert batch.inputs["input_ids"].shape[1] == examples.lengths[[0, 2]].max()
-    texts = task.tokenizer.batch_decode(batch.inputs["input_ids"], skip_special_tokens=True)
-    assert texts == [f"{SENTENCES[2]} {SENTENCES[3]}", f"{SENTENCES[0]} {SENTENCES[1]}"]
+    assert batch.ids.tolist() == batch.labels.tolist() == [2, 0]
     pairs = [SENTENCES[2], SENTENCES[0]], [SENTENCES[3], SENTENCES[1]]
     for name, values in task.tokenizer(*pairs, padding=True, return_tensors="pt").items():
         assert torch.equal(batch.inputs[name], values), name
-
-
-def test_a_batch_is_padded_to_the_asked_multiple(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
-    """With pad_to_multiple_of 8, the width is the next multiple, and the mask leaves it out."""
-    task = build_task(mnli.model_copy(update={"pad_to_multiple_of": 8}), encoder, tmp_path / "cache")
-    examples = task.examples("train")
-    batch = task.collate(examples, range(3))
+    wide = build_task(mnli.model_copy(update={"pad_to_multiple_of": 8}), encoder, tmp_path / "cache")
+    batch = wide.collate(examples, range(3))
     assert batch.inputs["input_ids"].shape[1] % 8 == 0
-    assert batch.inputs["attention_mask"].sum(1).tolist() == examples.lengths.tolist()
+    assert batch.mask.sum(1).tolist() == examples.lengths.tolist()
 
 
-@pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0), (0, 1, 2)])
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
 def test_a_trained_head_with_the_labels_in_another_order_scores_the_same(
     order: tuple[int, ...], mnli: TextSpec, encoder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
-    """A downloaded MNLI model keeps its class ids; labels, loss and answers agree with its own names."""
-    names = tuple(MNLI[i].upper() for i in order)
-    folder = classifier(tokenizer, tmp_path / "trained", names)
+    """A downloaded model keeps its class ids, labels and answers follow; as a teacher it is turned to the student's."""
+    folder = classifier(tokenizer, tmp_path / "trained", tuple(MNLI[i].upper() for i in order))
     task = build_task(mnli, folder, tmp_path / "cache")
     assert task.label_names == tuple(MNLI[i] for i in order)
     model = task.build_model(folder).eval()
     batch = task.collate(task.examples("validation"), range(3))
     out = model(**batch.inputs)
     assert [task.label_names[label] for label in batch.labels] == list(MNLI)
-    said = [model.config.id2label[int(row.argmax())] for row in out.logits]
-    assert [MNLI[answer] for answer in task.answers(out, batch).values()] == said
-    original = BertForSequenceClassification.from_pretrained(folder).eval()
-    torch.testing.assert_close(out.logits, original(**batch.inputs).logits)
+    right = sum(model.config.id2label[int(row.argmax())] == label for row, label in zip(out.logits, MNLI, strict=True))
+    answers = task.answers(out, batch)
+    assert task.score("validation", answers)["accuracy"] == pytest.approx(right / 3)
+    original = BertForSequenceClassification.from_pretrained(folder).eval()(**batch.inputs).logits
+    torch.testing.assert_close(out.logits, original)
+    student = build_task(mnli, encoder, tmp_path / "cache")
+    teacher: Any = student.build_model(folder).eval()
+    torch.testing.assert_close(teacher(**batch.inputs).logits, original[:, [order.index(i) for i in range(3)]])
+    assert tuple(teacher.config.id2label.values()) == MNLI
 
 
-def test_a_model_for_another_folders_task_gives_logits_in_the_tasks_order(
-    mnli: TextSpec, encoder: Path, tokenizer: Any, tmp_path: Path
-) -> None:
-    """A teacher whose head is in another order than the student's is turned to it, so that their logits compare."""
-    teacher = classifier(tokenizer, tmp_path / "teacher", ("contradiction", "entailment", "neutral"))
-    task = build_task(mnli, encoder, tmp_path / "cache")
-    model = task.build_model(teacher).eval()
-    batch = task.collate(task.examples("train"), range(3))
-    own = BertForSequenceClassification.from_pretrained(teacher).eval()(**batch.inputs).logits
-    torch.testing.assert_close(model(**batch.inputs).logits, own[:, [1, 2, 0]])
-    assert list(model.config.id2label.values()) == list(MNLI)
-
-
-def test_a_head_of_other_classes_is_replaced_and_told(
+def test_heads_that_do_not_fit_are_replaced_or_taken_in_order_with_a_word(
     mnli: TextSpec, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two classes do not fit three: the head is new, the encoder is kept, and the log says so."""
+    """Two classes do not fit three: the head is new, in fp32, and the encoder is kept; unnamed classes are taken."""
     caplog.set_level("INFO", logger="ds_trainer")
     folder = classifier(tokenizer, tmp_path / "two", ("negative", "positive"))
     model: Any = build_task(mnli, folder, tmp_path / "cache").build_model(folder)
     assert model.classifier.out_features == 3
-    assert (
-        "the model two has a head of 2 classes (negative, positive), so it gets a new one of 3 outputs" in caplog.text
-    )
+    assert "two has a head of 2 classes (negative, positive), so it gets a new one of 3 outputs" in caplog.text
     old = BertForSequenceClassification.from_pretrained(folder)
     torch.testing.assert_close(model.bert.state_dict(), old.bert.state_dict())
-
-
-def test_unnamed_classes_are_taken_in_the_tasks_order_with_a_warning(
-    mnli: TextSpec, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """LABEL_0 to LABEL_2 say nothing of their meaning: they are used, and the user is warned."""
     folder = classifier(tokenizer, tmp_path / "unnamed", ("LABEL_0", "LABEL_1", "LABEL_2"))
     model = build_task(mnli, folder, tmp_path / "cache").build_model(folder)
     assert "are unnamed; they are taken for entailment, neutral, contradiction" in caplog.text
     own = BertForSequenceClassification.from_pretrained(folder).classifier.weight
     torch.testing.assert_close(model.classifier.weight, own)
+    bare = save(BertForMaskedLM(bert_config(tokenizer)).bfloat16(), tokenizer, tmp_path / "mlm")  # it has no pooler
+    parameters = build_task(mnli, bare, tmp_path / "cache").build_model(bare).parameters()
+    assert {parameter.dtype for parameter in parameters} == {torch.float32}
+    # version 0.2 sorted the numbers of a table that pandas had written as text
+    assert label_order(("1", "2", "10"), ("1.0", "10.0", "2.0")) == ("1", "10", "2")
+
+
+def test_a_model_without_room_for_the_texts_is_refused(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
+    """RoBERTa's table holds two rows more than it has positions, and the limit is exact."""
+    for positions in (64, 63):
+        sizes = {"vocab_size": len(tokenizer), "pad_token_id": 1, "max_position_embeddings": positions + 2}
+        folder = save(RobertaModel(RobertaConfig(**SMALL, **sizes)), tokenizer, tmp_path / f"roberta{positions}")
+        task = build_task(mnli.model_copy(update={"max_seq_length": 64}), folder, tmp_path / "cache")
+        if positions == 64:
+            assert task.build_model(folder)
+    with pytest.raises(ValueError, match="max_seq_length is 64, and the model has 63 positions"):
+        task.build_model(folder)
+
+
+def test_the_classes_are_those_of_training(encoder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """Sorted, numbers by value; an evaluation file brings no new ones; without a training file those of the model."""
+    task = build_task(write_csv(tmp_path, [10, 9, 2, 10, 9, 2]), encoder, tmp_path / "cache")
+    assert task.label_names == ("2", "9", "10")
+    assert task.examples("train").fields["labels"].tolist() == [2, 1, 0, 2, 1, 0]
+    assert task.build_model(encoder).config.id2label == {0: "2", 1: "9", 2: "10"}
+    spec = write_csv(tmp_path, ["a", "a", "a", "b", "b", "b"])
+    limited = build_task(spec.model_copy(update={"max_train_samples": 2}), encoder, tmp_path / "cache")
+    assert limited.examples("train").fields["labels"].tolist() == [0, 1], "a limit is spread over the rows"
+    (tmp_path / "dev.csv").write_text("text,label\nno,a\nno,c\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"dev\.csv, line 3: unknown label 'c': allowed are 'a', 'b'"):
+        build_task(spec, encoder, tmp_path / "cache").examples("validation")
+    with pytest.raises(ValueError, match=r"train\.csv has only the label 'a'"):
+        build_task(write_csv(tmp_path, ["a"] * 6), encoder, tmp_path / "cache")
+    folder = classifier(tokenizer, tmp_path / "trained", ("wet", "dry", "warm"))
+    spec = write_csv(tmp_path, ["dry", "wet", "dry"]).model_copy(update={"train_file": None})
+    task = build_task(spec, folder, tmp_path / "cache")
+    assert task.label_names == ("wet", "dry", "warm")
+    assert task.examples("validation").fields["labels"].tolist() == [1, 0, 1]
+
+
+def test_a_regression_has_scores_as_answers(encoder: Path, tmp_path: Path) -> None:
+    """One output, a mean squared error, correlations; scores that hardly differ are a constant answer."""
+    spec = write_csv(tmp_path, [1.5, 2, 3, 0, -1, 4]).model_copy(update={"regression": True})
+    task = build_task(spec, encoder, tmp_path / "cache")
+    model: Any = task.build_model(encoder)
+    batch = task.collate(task.examples("train"), range(6))
+    assert model(**batch.inputs).logits.shape == (6, 1)
+    out = SimpleNamespace(logits=torch.tensor([[2.0], [3.0], [4.0], [1.0], [0.0], [5.0]], dtype=torch.bfloat16))
+    torch.testing.assert_close(task.loss(out, batch), torch.tensor((0.5**2 + 5) / 6))
+    answers = task.answers(out, batch)
+    assert task.score("train", answers)["spearman"] == pytest.approx(1.0)
+    assert task.constant_answer("validation", answers) is None
+    # all within a hundredth of the range of the labels, which is 5 here
+    close = {row: np.array([2 + 0.009 * row], np.float32) for row in range(6)}
+    assert task.constant_answer("validation", close) == "2"
+    assert task.constant_answer("validation", close | {5: np.array([2.06], np.float32)}) is None
+    text = task.artifacts("validation", answers)["predictions.csv"]
+    assert text.splitlines()[:3] == ["line,label,answer", "2,1.5,2.0", "3,2.0,3.0"]
+
+
+def logits_for(classes: int, *chosen: int) -> dict[int, Any]:
+    """Answers that choose these classes."""
+    return dict(enumerate(np.eye(classes, dtype=np.float32)[list(chosen)]))
+
+
+def test_logits_that_are_not_finite_have_no_score(encoder: Path, tmp_path: Path) -> None:
+    """NaN has a likeliest class, too: the split is refused, with the number of examples."""
+    for regression, value in ((False, math.nan), (True, math.inf)):
+        spec = write_csv(tmp_path, [1, 2, 1, 2, 2, 1]).model_copy(update={"regression": regression})
+        task = build_task(spec, encoder, tmp_path / "cache")
+        batch = task.collate(task.examples("validation"), range(6))
+        out = SimpleNamespace(logits=torch.rand(6, 1 if regression else 2))
+        out.logits[[1, 4], 0] = value
+        with pytest.raises(ValueError, match=r"validation: the model gives logits that are not finite .* for 2 of 6 "):
+            task.score("validation", task.answers(out, batch))
+
+
+def test_one_class_for_all_or_none_for_some_is_a_warning(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
+    """By its name, unless there is but one class to tell; and with how many examples have it."""
+    task = build_task(mnli, encoder, tmp_path / "cache")
+    assert task.constant_answer("validation", logits_for(3, 1, 1, 1)) == "neutral"
+    assert task.constant_answer("validation", logits_for(3, 1, 1, 2)) is None
+    alone = build_task(mnli.model_copy(update={"max_eval_samples": 1}), encoder, tmp_path / "cache")
+    assert alone.constant_answer("validation", logits_for(3, 1)) is None
+    task = build_task(write_csv(tmp_path, ["a", "a", "a", "b", "c", "c"]), encoder, tmp_path / "cache")
+
+    def answering(*places: int) -> Any:
+        return lambda batch: SimpleNamespace(logits=torch.eye(3)[torch.tensor(places)[batch.ids]])
+
+    [warning] = evaluate(answering(0, 0, 0, 0, 1, 0), task, 4).warnings
+    assert "never answers these classes, though validation has them: c (2 times)." in warning
+    assert evaluate(answering(0, 0, 0, 2, 1, 0), task, 4).warnings == []
+
+
+def test_each_example_counts_once_however_the_shards_are_padded(encoder: Path, tmp_path: Path) -> None:
+    """The score of answers gathered from four ranks is that of one pass; bf16 logits do not round the loss."""
+    task = build_task(write_csv(tmp_path, ["a", "b", "b", "a", "b"]), encoder, tmp_path / "cache")
+    examples = task.examples("validation")
+    answers: dict[int, Any] = {}
+    for rank in range(4):
+        for positions in evaluation_shard(examples.lengths, rank, 4, 1):
+            batch = task.collate(examples, positions)
+            answers |= task.answers(SimpleNamespace(logits=torch.eye(2)[1].repeat(len(positions), 1)), batch)
+    assert len(answers) == 5
+    assert task.score("validation", answers) == {"accuracy": pytest.approx(0.6)}
+    assert task.agreement("validation", answers, logits_for(2, 1, 1, 0, 1, 0)) == pytest.approx(0.6)
+    batch = task.collate(examples, range(3))
+    logits = torch.tensor([[1.0, 2.0]] * 3)
+    loss = task.loss(SimpleNamespace(logits=logits.bfloat16()), batch)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, batch.labels))
+
+
+@pytest.mark.parametrize(
+    ("labels", "positive", "expected"),
+    # of the last name in sort order, and of -1 sorted as text, f1 would be 2 / 3 and 0.8
+    [(["yes", "no"] * 2, "no", 0.8), (["1", "-1.5"] * 2, -1.5, 0.8), (["1", "-1"] * 2, 1, 2 / 3)],
+)
+def test_f1_is_that_of_the_positive_class(
+    labels: list[str], positive: Any, expected: float, encoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stands beside F1 of every class, whose numbers sort as numbers; the log says which one it is."""
+    caplog.set_level("INFO", logger="ds_trainer")
+    spec = TextSpec(**write_csv(tmp_path, labels).model_dump() | {"positive_class": positive})
+    task = build_task(spec, encoder, tmp_path / "cache")
+    negative = task.label_names[0]
+    assert negative in ("-1.5", "-1", "no")
+    answers = logits_for(2, 1, 0, 0, 0)
+    assert task.score("validation", answers) == {"accuracy": 0.75, "f1": pytest.approx(expected)}
+    more = {"macro_f1": (0.8 + 2 / 3) / 2, f"f1/{negative}": 0.8, f"f1/{task.label_names[1]}": 2 / 3}
+    assert task.further_scores("validation", answers) == pytest.approx(more)
+    assert f"classes: 2 {negative}, 2 {task.label_names[1]}; f1 is that of {positive}" in caplog.text
+
+
+def test_predictions_name_the_line_of_every_text(tokenizer: Any, tmp_path: Path) -> None:
+    """With label, answer and probabilities by class, though the head has them in another order."""
+    folder = classifier(tokenizer, tmp_path / "trained", ("b", "a"))
+    spec = write_csv(tmp_path, ["a", "b", "a", "b", "b", "a"]).model_copy(update={"max_eval_samples": 2})
+    task = build_task(spec, folder, tmp_path / "cache")
+    batch = task.collate(task.examples("validation"), [1, 0])
+    out = SimpleNamespace(logits=torch.tensor([[3.0, 1.0], [1.0, 4.0]]).log())
+    [(name, text)] = task.artifacts("validation", task.answers(out, batch)).items()
+    assert name == "predictions.csv"
+    assert text == "line,label,answer,p(a),p(b)\n2,a,a,0.800000,0.200000\n5,b,b,0.250000,0.750000\n"
 
 
 @pytest.mark.parametrize("names", [("con", "neutral", "Entailment"), ("neutral", "x", "y")])
@@ -184,19 +295,6 @@ def test_a_head_with_a_class_in_the_place_of_another_is_refused(
             use(folder)
     for kept in [("neg", "neutral", "pos"), ("LABEL_0", "LABEL_1", "LABEL_2")]:
         task.check_trained(classifier(tokenizer, tmp_path / kept[0], kept))
-
-
-def test_models_are_loaded_in_fp32_whatever_the_checkpoint(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
-    """A bf16 checkpoint gives an fp32 model."""
-    folder = save(BertModel(bert_config(tokenizer)).bfloat16(), tokenizer, tmp_path / "bf16")
-    parameters = build_task(mnli, folder, tmp_path / "cache").build_model(folder).parameters()
-    assert {parameter.dtype for parameter in parameters} == {torch.float32}
-
-
-def test_a_language_model_without_pooler_can_be_fine_tuned(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
-    """A BERT saved with its masked-LM head has no pooler: that is new, and no error."""
-    folder = save(BertForMaskedLM(bert_config(tokenizer)), tokenizer, tmp_path / "mlm")
-    assert build_task(mnli, folder, tmp_path / "cache").build_model(folder)
 
 
 def test_gpt2_pads_with_its_end_of_text(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
@@ -214,202 +312,18 @@ def test_gpt2_pads_with_its_end_of_text(mnli: TextSpec, tokenizer: Any, tmp_path
     torch.testing.assert_close(model(**batch.inputs).logits, torch.cat(alone))
 
 
-@pytest.mark.parametrize(("positions", "allowed"), [(64, True), (63, False)])
-def test_sequences_longer_than_the_models_positions_are_refused(
-    positions: int, allowed: bool, mnli: TextSpec, tokenizer: Any, tmp_path: Path
-) -> None:
-    """RoBERTa's table holds two rows more than it has positions, and the limit is exact."""
-    sizes = {"vocab_size": len(tokenizer), "pad_token_id": 1, "max_position_embeddings": positions + 2}
-    folder = save(RobertaModel(RobertaConfig(**SMALL, **sizes)), tokenizer, tmp_path / "roberta")
-    task = build_task(mnli.model_copy(update={"max_seq_length": 64}), folder, tmp_path / "cache")
-    if allowed:
-        assert task.build_model(folder)
-    else:
-        with pytest.raises(ValueError, match="max_seq_length is 64, and the model has 63 positions"):
-            task.build_model(folder)
-
-
-def test_a_tokenizer_of_another_model_is_refused(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
-    """Tokens without an embedding would index out of range in the first step."""
-    config = bert_config(tokenizer)
-    config.vocab_size = 10
-    folder = save(BertModel(config), tokenizer, tmp_path / "small")
-    with pytest.raises(ValueError, match=r"the tokenizer's largest token id is \d+ and the model embeds 10"):
-        build_task(mnli, folder, tmp_path / "cache").build_model(folder)
-
-
-def _no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def _unknown_architecture(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "berd"}', encoding="utf-8")
-
-
-def _no_classifier(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
-
-
-def _not_safetensors(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def _truncated(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def _other_width(folder: Path) -> None:
-    path = folder / "config.json"
-    wider = path.read_text(encoding="utf-8").replace('"hidden_size": 16', '"hidden_size": 32')
-    path.write_text(wider, encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_no_config, "has no config.json"),
-        (_unknown_architecture, "the config of .* cannot be read: .*berd"),
-        (_no_classifier, "is a vit model: transformers has no sequence classifier"),
-        (_not_safetensors, r"the .bin files are pickles: convert them"),
-        (_truncated, "is no safetensors file, or it was cut short"),
-        (_other_width, "do not fit its config.json"),
-    ],
-)
-def test_a_broken_model_folder_is_told_with_its_cause(
-    damage: Any, message: str, mnli: TextSpec, encoder: Path, tmp_path: Path
-) -> None:
-    """What is wrong with a folder is one ValueError that names it."""
-    damage(encoder)
-    with pytest.raises(ValueError, match=message):
-        build_task(mnli, encoder, tmp_path / "cache").build_model(encoder)
-
-
-def test_labels_of_users_files_are_those_of_training_sorted(encoder: Path, tmp_path: Path) -> None:
-    """Numbers go by value, so that class 10 is the last; each keeps its name in the model."""
-    spec = write_csv(tmp_path, [10, 9, 2, 10, 9, 2])
-    task = build_task(spec, encoder, tmp_path / "cache")
-    assert task.label_names == ("2", "9", "10")
-    assert task.examples("train").fields["labels"].tolist() == [2, 1, 0, 2, 1, 0]
-    assert task.build_model(encoder).config.id2label == {0: "2", 1: "9", 2: "10"}
-
-
-def test_a_label_that_training_lacks_is_told_with_its_line(encoder: Path, tmp_path: Path) -> None:
-    """An evaluation file may not bring new classes."""
+def test_the_key_of_the_cache_follows_what_the_tokens_depend_on(encoder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """Another length, file content or tokenizer is another cache; how batches are padded is none of it."""
     spec = write_csv(tmp_path, ["a", "b"] * 3)
-    (tmp_path / "dev.csv").write_text("text,label\nno,a\nno,c\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"dev\.csv, line 3: unknown label 'c': allowed are 'a', 'b'"):
-        build_task(spec, encoder, tmp_path / "cache").examples("validation")
-
-
-def test_evaluation_alone_takes_the_classes_of_the_model(tokenizer: Any, tmp_path: Path) -> None:
-    """Without a training file a class may be missing from the rows: the model's names and order hold."""
-    folder = classifier(tokenizer, tmp_path / "trained", ("wet", "dry", "warm"))
-    spec = write_csv(tmp_path, ["dry", "wet", "dry"]).model_copy(update={"train_file": None})
-    task = build_task(spec, folder, tmp_path / "cache")
-    assert task.label_names == ("wet", "dry", "warm")
-    assert task.examples("validation").fields["labels"].tolist() == [1, 0, 1]
-
-
-def test_one_class_alone_is_refused(encoder: Path, tmp_path: Path) -> None:
-    """There is nothing to learn from one label."""
-    with pytest.raises(ValueError, match=r"train\.csv has only the label 'a'"):
-        build_task(write_csv(tmp_path, ["a"] * 6), encoder, tmp_path / "cache")
-
-
-def test_regression_is_scored_by_its_correlations(encoder: Path, tmp_path: Path) -> None:
-    """A score is one output, a mean squared error, and an answer that is a float."""
-    spec = write_csv(tmp_path, [1.5, 2, 3, 0, -1, 4]).model_copy(update={"regression": True})
-    task = build_task(spec, encoder, tmp_path / "cache")
-    model: Any = task.build_model(encoder)
-    assert model.config.num_labels == 1
-    batch = task.collate(task.examples("train"), range(6))
-    out = SimpleNamespace(logits=torch.tensor([[2.0], [3.0], [4.0], [1.0], [0.0], [5.0]], dtype=torch.bfloat16))
-    torch.testing.assert_close(task.loss(out, batch), torch.tensor((0.5**2 + 5) / 6))
-    assert task.answers(out, batch) == dict(enumerate([2.0, 3.0, 4.0, 1.0, 0.0, 5.0]))
-    assert task.score("train", task.answers(out, batch))["spearman"] == pytest.approx(1.0)
-    assert model(**batch.inputs).logits.shape == (6, 1)
-
-
-@pytest.mark.parametrize("regression", [False, True])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_not_finite_have_no_score(
-    value: float, regression: bool, encoder: Path, tmp_path: Path
-) -> None:
-    """NaN has a likeliest class, too: the split is refused, with the number of examples."""
-    spec = write_csv(tmp_path, [1, 2, 1, 2, 2, 1]).model_copy(update={"regression": regression})
-    task = build_task(spec, encoder, tmp_path / "cache")
-    batch = task.collate(task.examples("validation"), range(6))
-    out = SimpleNamespace(logits=torch.rand(6, 1 if regression else 2))
-    out.logits[[1, 4], 0] = value
-    with pytest.raises(ValueError, match=r"validation: the model gives logits that are not finite .* for 2 of 6 exam"):
-        task.score("validation", task.answers(out, batch))
-
-
-def test_one_class_for_every_example_is_a_constant_answer(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
-    """It is given by its name, unless another example gets another one, or there is but one class to tell."""
-    task = build_task(mnli, encoder, tmp_path / "cache")
-    assert task.constant_answer("validation", {0: 1, 1: 1, 2: 1}) == "neutral"
-    assert task.constant_answer("validation", {0: 1, 1: 1, 2: 2}) is None
-    alone = build_task(mnli.model_copy(update={"max_eval_samples": 1}), encoder, tmp_path / "cache")
-    assert alone.constant_answer("validation", {0: 1}) is None
-
-
-def test_scores_that_hardly_differ_are_a_constant_answer(encoder: Path, tmp_path: Path) -> None:
-    """All within a hundredth of the range of the labels, which is 5 here."""
-    spec = write_csv(tmp_path, [1.5, 2, 3, 0, -1, 4]).model_copy(update={"regression": True})
-    task = build_task(spec, encoder, tmp_path / "cache")
-    close = {row: 2 + 0.009 * row for row in range(6)}
-    assert task.constant_answer("validation", close) == "2"
-    assert task.constant_answer("validation", close | {5: 2.06}) is None
-
-
-def test_the_loss_is_computed_in_fp32(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
-    """bf16 logits do not round the loss."""
-    task = build_task(mnli, encoder, tmp_path / "cache")
-    batch = task.collate(task.examples("train"), range(3))
-    logits = torch.tensor([[1.0, 2.0, 3.0]] * 3)
-    found = task.loss(SimpleNamespace(logits=logits.bfloat16()), batch)
-    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits, batch.labels))
-
-
-def test_each_example_counts_once_however_the_shards_are_padded(encoder: Path, tmp_path: Path) -> None:
-    """The score of answers gathered from four ranks is that of one pass over the split."""
-    task = build_task(write_csv(tmp_path, ["a", "b", "b", "a", "b"]), encoder, tmp_path / "cache")
-    examples = task.examples("validation")
-    answers: dict[int, Any] = {}
-    for rank in range(4):
-        for positions in evaluation_shard(examples.lengths, rank, 4, 1):
-            batch = task.collate(examples, positions)
-            answers |= task.answers(SimpleNamespace(logits=torch.eye(2)[1].repeat(len(positions), 1)), batch)
-    assert len(answers) == 5
-    assert task.score("validation", answers) == {"accuracy": pytest.approx(0.6)}
-
-
-def test_limits_are_spread_over_the_rows(encoder: Path, tmp_path: Path) -> None:
-    """The first examples of a file sorted by label would be of one class."""
-    spec = write_csv(tmp_path, ["a", "a", "a", "b", "b", "b"])
-    task = build_task(spec.model_copy(update={"max_train_samples": 2}), encoder, tmp_path / "cache")
-    assert task.examples("train").fields["labels"].tolist() == [0, 1]
-    assert len(task.examples("validation")) == 6
-
-
-def test_the_cache_follows_what_it_depends_on(encoder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    """The same task reuses its folder; another length, file content or tokenizer gets another one."""
-    spec, cache = write_csv(tmp_path, ["a", "b"] * 3), tmp_path / "cache"
-
-    def folders(spec: TextSpec, source: Path = encoder) -> int:
-        build_task(spec, source, cache).examples("train")
-        return len(list(cache.iterdir()))
-
-    assert folders(spec) == 1
-    assert folders(spec) == 1
-    assert folders(spec.model_copy(update={"max_seq_length": 5})) == 2
-    assert folders(spec.model_copy(update={"pad_to_multiple_of": 8})) == 2
-    (tmp_path / "train.csv").write_text("text,label\nyes,a\nno,b\n", encoding="utf-8")
-    assert folders(spec) == 3
     other = save(BertModel(bert_config(tokenizer)), train_tokenizer(SENTENCES, 40, True), tmp_path / "other")
-    assert folders(spec, other) == 4
+
+    def key(source: Path = encoder, **fields: Any) -> str:
+        return build_task(spec.model_copy(update=fields), source, tmp_path / "cache").key("train")
+
+    assert key() == key(pad_to_multiple_of=8, max_eval_samples=2)
+    keys = {key(), key(max_seq_length=5), key(max_train_samples=2), key(other)}
+    (tmp_path / "train.csv").write_text("text,label\nyes,a\nno,b\n", encoding="utf-8")
+    assert len(keys | {key()}) == 5
 
 
 def test_what_was_read_is_said_once_for_each_split(
@@ -462,30 +376,6 @@ def test_metrics_equal_hand_computed_values(
     assert found == {metric: pytest.approx(expected, abs=1e-6)}
 
 
-@pytest.mark.parametrize(
-    ("labels", "positive", "expected"),
-    # of the last name in sort order, and of -1 sorted as text, f1 would be 2 / 3 and 0.8
-    [
-        (["yes", "no", "yes", "no"], "no", 0.8),
-        (["1", "-1.5", "1", "-1.5"], -1.5, 0.8),
-        (["1", "-1", "1", "-1"], 1, 2 / 3),
-    ],
-)
-def test_f1_is_that_of_the_positive_class(
-    labels: list[str], positive: Any, expected: float, encoder: Path, tmp_path: Path
-) -> None:
-    """It stands beside F1 of every class, whose numbers sort as numbers; the log says which one it is."""
-    spec = TextSpec(**write_csv(tmp_path, labels).model_dump() | {"positive_class": positive})
-    task = build_task(spec, encoder, tmp_path / "cache")
-    negative = task.label_names[0]
-    assert negative in ("-1.5", "-1", "no")
-    answers = {0: 1, 1: 0, 2: 0, 3: 0}
-    assert task.score("validation", answers) == {"accuracy": 0.75, "f1": pytest.approx(expected)}
-    more = {"macro_f1": (0.8 + 2 / 3) / 2, f"f1/{negative}": 0.8, f"f1/{task.label_names[1]}": 2 / 3}
-    assert task.further_scores("validation", answers) == pytest.approx(more)
-    assert task.class_counts("validation") == f"2 {negative}, 2 {task.label_names[1]}; f1 is that of {positive}"
-
-
 def test_an_f1_of_two_classes_that_could_be_either_is_refused(encoder: Path, tmp_path: Path) -> None:
     """Without a positive class, and with one that is no class; GLUE's tasks have their own."""
     spec = write_csv(tmp_path, ["b", "a"] * 3)
@@ -499,18 +389,6 @@ def test_an_f1_of_two_classes_that_could_be_either_is_refused(encoder: Path, tmp
             build_task(spec.model_copy(update=fields), encoder, tmp_path / "cache")
     assert positive_class(TextSpec(name="mrpc")) == "equivalent"
     assert positive_class(TextSpec(name="qqp")) == "duplicate"
-
-
-def test_a_class_that_is_never_answered_is_told(encoder: Path, tmp_path: Path) -> None:
-    """By its name and how many examples have it, where accuracy hides it; what is answered once is not named."""
-    task = build_task(write_csv(tmp_path, ["a", "a", "a", "b", "c", "c"]), encoder, tmp_path / "cache")
-
-    def answering(*places: int) -> Any:
-        return lambda batch: SimpleNamespace(logits=torch.eye(3)[torch.tensor(places)[batch.ids]])
-
-    [warning] = evaluate(answering(0, 0, 0, 0, 1, 0), task, 4).warnings
-    assert "never answers these classes, though validation has them: c (2 times)." in warning
-    assert evaluate(answering(0, 0, 0, 2, 1, 0), task, 4).warnings == []
 
 
 def test_a_weighted_loss_is_the_mean_over_the_global_batch(encoder: Path, tmp_path: Path) -> None:
@@ -531,22 +409,6 @@ def test_a_weighted_loss_is_the_mean_over_the_global_batch(encoder: Path, tmp_pa
             out = SimpleNamespace(logits=logits[batch.ids])
             total += float(objective(Forward(batch, out, 0, shares))[0]) / 3
         assert total == pytest.approx(float(whole), rel=1e-6)
-
-
-def test_predictions_name_the_line_of_every_text(encoder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    """With label, answer and probabilities by class; a regression has its scores."""
-    folder = classifier(tokenizer, tmp_path / "trained", ("b", "a"))
-    spec = write_csv(tmp_path, ["a", "b", "a", "b", "b", "a"]).model_copy(update={"max_eval_samples": 2})
-    task = build_task(spec, folder, tmp_path / "cache")
-    batch = task.collate(task.examples("validation"), [1, 0])
-    out = SimpleNamespace(logits=torch.tensor([[3.0, 1.0], [1.0, 4.0]]).log())
-    [(name, text)] = task.artifacts("validation", task.answers(out, batch)).items()
-    assert name == "predictions.csv"
-    assert text == "line,label,answer,p(a),p(b)\n2,a,a,0.800000,0.200000\n5,b,b,0.250000,0.750000\n"
-    scored = write_csv(tmp_path, [1.5, 2]).model_copy(update={"regression": True})
-    answers = {0: 0.25, 1: 3.5}
-    found = build_task(scored, encoder, tmp_path / "cache").artifacts("validation", answers)
-    assert found == {"predictions.csv": "line,label,answer\n2,1.5,0.25\n3,2.0,3.5\n"}
 
 
 def test_docstrings_are_the_first_paragraphs_of_5_to_60_words(tmp_path: Path) -> None:
@@ -572,7 +434,7 @@ def test_docstrings_are_real_distinct_and_do_not_leak(monkeypatch: pytest.Monkey
     monkeypatch.setattr(docstrings, "PACKAGES", packages)
     extracted = docstrings.extracted.__wrapped__()
     monkeypatch.setattr(docstrings, "extracted", lambda: extracted)
-    splits = {split: read_split(TextSpec(), split).rows for split in ("train", "validation")}
+    splits = {split: [row.value for row in records(TextSpec(), split).rows()] for split in ("train", "validation")}
     texts = [row.texts[0] for rows in splits.values() for row in rows]
     assert len(set(texts)) == len(texts)
     assert 1_000 * len(packages) < len(splits["train"]) < 4_000 * len(packages)
@@ -584,22 +446,3 @@ def test_docstrings_are_real_distinct_and_do_not_leak(monkeypatch: pytest.Monkey
         assert max(counts.values()) <= CLASS_CAP
         assert len({row.label for row in rows[:50]}) >= len(packages) - 1, "shuffled"
     assert len(training_texts(TextSpec(name="docstrings"))) == len(splits["train"])
-
-
-@pytest.mark.real
-@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="no ../shared/data")
-def test_sst2_is_tokenised_as_published(tmp_path: Path) -> None:
-    """The examples of the real SST-2 have 13.3 tokens on average: here 5,000 of the 67,349."""
-    spec = TextSpec(name="sst2", data_dir=str(SHARED / "data"), max_train_samples=5_000)
-    task = build_task(spec, SHARED / "models" / "minilm-l6", tmp_path)
-    examples = task.examples("train")
-    assert len(examples) == 5_000
-    assert float(np.mean(examples.lengths)) == pytest.approx(13.3, abs=0.2)
-    first = task.collate(examples, [0])
-    assert task.tokenizer.decode(first.inputs["input_ids"][0]) == "[CLS] when are bears bears and [SEP]"
-    assert first.labels.tolist() == [1]
-
-
-def test_classes_that_an_older_version_called_1_0_keep_their_outputs() -> None:
-    """It sorted the numbers of a table that pandas had written as text: 1.0, 10.0, 2.0."""
-    assert label_order(("1", "2", "10"), ("1.0", "10.0", "2.0")) == ("1", "10", "2")

@@ -11,7 +11,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from support.launching import SHARED
 from support.tiny_tokenizers import SENTENCES, byte_pairs, unigrams, word_pieces
 from transformers import BertConfig, BertForTokenClassification, BertModel
 
@@ -35,7 +34,7 @@ def spec_of(folder: Path, text: bytes | str, file: str = "a.conll", **fields: An
 
 
 def read(spec: Any) -> list[tuple[list[str], list[str]]]:
-    return [(sentence.words, sentence.tags) for sentence in token_data.read_split(spec, "train").sentences]
+    return [tuple(row.value) for row in token_data.records(spec, "train").rows()]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def test_a_broken_conll_file_is_one_error_with_its_line(case: str, tmp_path: Pat
     spec = spec_of(tmp_path, text)
     with pytest.raises(ValueError, match=message):
         read(spec)
-    assert len(check_data_files(spec)) == 2
+    assert len(check_data_files(spec)) == 1, "both splits are this file"
 
 
 UNIVERSAL = """# text = We are to go.
@@ -139,15 +138,14 @@ def test_the_columns_of_a_conll_file_can_be_named(tmp_path: Path) -> None:
     assert read(first) == [(["the", "rain", "falls"], ["O", "B-x", "O"])]
     universal = spec_of(tmp_path, UNIVERSAL, word_column=1, tag_column=2)
     assert read(universal) == [(["we", "are", "to"], ["PRON", "AUX", "PART"]), (["go"], ["VERB"])]
-    told = token_data.read_split(universal, "train").records.told_of_left_out()
-    assert told == "1 left out, as comments (line 1), 2 as no single word (lines 2, 5)"
-
-
-def test_the_quotes_of_a_conll_file_are_words(tmp_path: Path) -> None:
-    """Also where its ending is .tsv, and they would show the quoting of a table: its fingerprint is its content's."""
-    spec = spec_of(tmp_path, 'a\tO\n"\tO\n\nb\tB-x\n"\tO\n', "a.tsv")
-    assert read(spec) == [(["a", '"'], ["O", "O"]), (["b", '"'], ["B-x", "O"])]
-    assert token_data.fingerprint(spec, "train") == content_hash(tmp_path / "a.tsv").hex()
+    source = token_data.records(universal, "train")
+    assert len(list(source.rows())) == 2
+    left_out = "1 left out, as comments (line 1), 2 as no single word (lines 2, 5)"
+    assert source.summary() == f"2 sentences kept; {left_out}"
+    # its quotes are words, also where its ending is .tsv, and they would show the quoting of a table
+    quotes = spec_of(tmp_path, 'a\tO\n"\tO\n\nb\tB-x\n"\tO\n', "a.tsv")
+    assert read(quotes) == [(["a", '"'], ["O", "O"]), (["b", '"'], ["B-x", "O"])]
+    assert token_data.records(quotes, "train").fingerprint() == content_hash(tmp_path / "a.tsv").hex()
 
 
 WORDS = [f"word{index}" for index in range(50)]
@@ -219,17 +217,6 @@ def test_a_broken_row_is_told(row: dict[str, Any], message: str, tmp_path: Path)
         read(spec_of(tmp_path, json.dumps(row), "a.jsonl", name="token"))
 
 
-@pytest.mark.real
-def test_wnut17_has_the_sentences_that_its_authors_count() -> None:
-    """In the official files, one of which has lone tabs between sentences."""
-    files = {"emerging.dev.conll": (1_009, 15_733), "emerging.test.annotated": (1_287, 23_394)}
-    for name, counts in ({"wnut17train.conll": (3_394, 62_730)} | files).items():
-        spec = {"name": "ner", "data_dir": str(SHARED / "data" / "wnut17"), "train_file": name, "validation_file": name}
-        rows = read(parse_task(spec))
-        assert (len(rows), sum(len(words) for words, _ in rows)) == counts
-        assert len({tag for _, tags in rows for tag in tags}) == 13
-
-
 # Windows and labels
 
 
@@ -298,7 +285,7 @@ def test_an_unknown_tag_is_told(tmp_path: Path, build: Any) -> None:
     task = build()
     (tmp_path / "b.conll").write_text("a\tO\n\nb\tB-loc\nc\tI-per\n")
     task.spec = task.spec.model_copy(update={"validation_file": "b.conll"})
-    with pytest.raises(ValueError, match=r"b\.conll, sentence at 3: unknown tag 'I-per': allowed are 'O', 'B-loc'"):
+    with pytest.raises(ValueError, match=r"b\.conll, line 3: unknown tag 'I-per': allowed are 'O', 'B-loc'"):
         task.examples("validation")
 
 
@@ -323,25 +310,9 @@ def test_entities_are_scored_alike_in_every_scheme(scheme: str) -> None:
         by_hand["accuracy"] = 4 / 6
     assert scores == pytest.approx(by_hand | {"f1/loc": 0.0, "f1/per": 1.0, "f1/none": 0.0})
     assert next(iter(scores)) == "f1"
-
-
-def test_an_entity_that_begins_inside_counts() -> None:
-    """As in CoNLL's script, I-per after O begins an entity in any scheme, and one of another kind ends the last."""
+    # as in CoNLL's script, I-per after O begins an entity, and one of another kind ends the last
     scores = entities.score([["O", "B-per", "B-loc"]], [["O", "I-per", "I-loc"]], ("loc", "per"))
     assert (scores["f1"], scores["accuracy"]) == (1.0, pytest.approx(1 / 3))
-
-
-def test_tags_that_differ_in_case_alone_stay_apart() -> None:
-    """A head that was trained for them has each; names that differ in case everywhere are taken for the same ones."""
-    tags = ("O", "B-x", "b-x")
-    assert classifiers.label_order(tags, ("b-x", "O", "B-x")) == ("b-x", "O", "B-x")
-    assert classifiers.label_order(("O", "B-x"), ("b-x", "o")) == ("B-x", "O")
-    assert classifiers.label_order(("O", "B-x", "b-x"), ("O", "b_x", "B_x")) == ("O", "B-x", "b-x")
-    assert classifiers.label_order(("b-x", "B-x"), ("b_x",)) == ("b-x", "B-x")
-
-
-def test_tags_without_kinds_are_entities_of_one_kind() -> None:
-    """B, I and O alone, as of chunks or of symptoms."""
     assert entities.kinds_of("OBI") == ("_",)
     scores = entities.score([["B", "I", "O", "B"]], [["B", "I", "O", "O"]], ("_",))
     assert scores == pytest.approx({"f1": 2 / 3, "precision": 1, "recall": 0.5, "accuracy": 0.75, "f1/_": 2 / 3})
@@ -354,8 +325,8 @@ def test_tags_of_no_entities_have_an_accuracy_alone(build: Any, caplog: pytest.L
         caplog.clear()
         build(f"# a comment\nthe\t{tag}\nrain\tO\n").examples("train")
         [line] = [line for line in caplog.messages if line.startswith("ner train: ")]
-        assert "a.conll: 2 words of 1 sentences in 1 windows, " in line
-        assert f"1 left out, as comments (line 1); its tags, such as '{tag}', name no entities" in line
+        assert "a.conll: 1 sentences kept; 1 left out, as comments (line 1); 2 words of 1 sentences in 1 win" in line
+        assert f"its tags, such as '{tag}', name no entities" in line
     build().examples("train")
     assert "name no entities" not in caplog.messages[-1]
     task = build("the\tDET\nrain\tNOUN\n")
@@ -392,6 +363,9 @@ def test_a_trained_head_of_the_same_tags_is_kept(tmp_path: Path, model_folder: P
     task = build(source=tmp_path / "trained")
     assert task.label_names == ("I-loc", "B-per", "O", "B-loc")
     task.check_trained(tmp_path / "trained")
+    # tags that differ in case alone stay apart, while names that differ in case everywhere are the same ones
+    assert classifiers.label_order(("O", "B-x", "b-x"), ("b-x", "O", "B-x")) == ("b-x", "O", "B-x")
+    assert classifiers.label_order(("O", "B-x"), ("b-x", "o")) == ("B-x", "O")
     trained = BertForTokenClassification.from_pretrained(tmp_path / "trained").classifier.weight
     assert torch.equal(task.build_model(tmp_path / "trained").classifier.weight, trained)
     other = build("the\tO\nrain\tB-loc\n", source=tmp_path / "trained")

@@ -5,7 +5,7 @@ the model's answers differs from block to block, so it is measured: with one blo
 divergence of the answers from the dense model's. Dynamic programming then chooses the sizes of the smallest sum.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.models.costs import count_decisions, decision_flops, encoder_flops, layer_seconds
 from ds_trainer.models.cut.blocks import CutBlock, OuterCut, with_grams
-from ds_trainer.models.cut.fitting import Replacement
-from ds_trainer.models.cut.layerwise import Calibration, Gram
+from ds_trainer.models.cut.fitting import Gram, Replacement
+from ds_trainer.models.cut.layerwise import Calibration
+from ds_trainer.models.layers import whole_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
@@ -56,40 +58,26 @@ class Curve:
     losses: NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """A block's errors (count + 1,) by the number of decisions that are removed, and replacements by size."""
-
-    errors: NDArray[np.float64]
-    replacements: Mapping[int, Replacement]
-
-
-def allocate(
-    model: Any,
-    places: Mapping[str, CutBlock],
-    prices: Prices,
-    calibration: Calibration,
-    spec: CutSpec,
-    device: torch.device,
-) -> dict[str, int]:
-    """Return how many decisions each block of `cut_places` keeps; collective. The model stays as it is.
-
-    UserError as `check_budget` raises it.
-    """
-    check_budget(places, prices, spec)
-    (target,), share = spec.targets, spec.share
-    trials = {
-        place.name: distributed.on_main(partial(_trial, place, gram, spec, calibration.check_alone))
-        for place, gram in with_grams(model, places, calibration, device, "ordering heads and neurons")
-    }
-    losses = _measured_losses(model.to(device), places, trials, calibration)
-    model.cpu()
-    counts = cheapest_sizes({name: _curve(place, trials[name], losses[name]) for name, place in places.items()}, prices)
-    for kind, noun, remedy in (("attention", "head", "set min_heads, or raise"), ("feed_forward", "neuron", "raise")):
-        kept = [counts[name] for name, place in places.items() if place.block.kind == kind]
-        if kept and not any(kept):
-            distributed.warn(f"cut: no {noun} remains in any layer: {remedy} {target} (now {share:.3g})")
-    return counts
+def prices_of(model: Any, places: Mapping[str, CutBlock], spec: CutSpec, device: torch.device) -> Prices:
+    """Return what decisions cost in the spec's unit: weights, operations, or seconds measured on rank 0's device."""
+    if spec.target_latency is not None:
+        base = getattr(model, "base_model", model)
+        measure = partial(layer_seconds, whole_class(base), base.config, spec.cost_tokens, device)
+        measured = distributed.on_main(measure)
+        each = {name: measured.decision[place.block.kind] for name, place in places.items()}
+        total = measured.encoder(count_decisions(model))
+    elif spec.target_flops is not None:
+        each = {
+            name: decision_flops(place.block, place.layer, model.config, spec.cost_tokens)
+            for name, place in places.items()
+        }
+        total = encoder_flops(model, spec.cost_tokens)
+    else:
+        weights = {name: sum(linear.weight.numel() for linear in place.linears) for name, place in places.items()}
+        each = {name: weights[name] / place.count for name, place in places.items()}
+        total = sum(weights.values())
+    removable = sum(each[name] * place.count for name, place in places.items())
+    return Prices(each, spec.share * total - (total - removable), total)
 
 
 def check_budget(places: Mapping[str, CutBlock], prices: Prices, spec: CutSpec) -> None:
@@ -107,38 +95,68 @@ def check_budget(places: Mapping[str, CutBlock], prices: Prices, spec: CutSpec) 
         )
 
 
-def _trial(place: CutBlock, gram: Gram, spec: CutSpec, check: Callable[[], None]) -> _Trial:
-    cut = OuterCut(place, gram, spec, check)
-    sizes = sorted({max(place.lowest, round(share * place.count)) for share in MEASURED})
-    return _Trial(np.cumsum([0.0, *cut.removal.errors]), {size: cut.keeping(size) for size in sizes})
+def allocate(
+    model: Any,
+    places: Mapping[str, CutBlock],
+    prices: Prices,
+    calibration: Calibration,
+    spec: CutSpec,
+) -> dict[str, int]:
+    """Return how many decisions each block of `cut_places` keeps; collective. The model stays as it is.
+
+    UserError as `check_budget` raises it.
+    """
+    check_budget(places, prices, spec)
+
+    def tried(place: CutBlock, gram: Gram) -> tuple[NDArray[np.float64], dict[int, Replacement]]:
+        """Return the errors by the number of decisions that are removed, (count + 1,), and replacements by size."""
+        cut = OuterCut(place, gram, spec)
+        sizes = sorted({max(place.lowest, round(share * place.count)) for share in MEASURED})
+        return np.cumsum([0.0, *cut.removal.errors]), {size: cut.keeping(size) for size in sizes}
+
+    trials = {
+        place.name: distributed.on_main(partial(tried, place, gram))
+        for place, gram in with_grams(model, places, calibration, "ordering heads and neurons")
+    }
+    model.to(calibration.device)
+    dense, curves = calibration.answers(model), dict[str, Curve]()
+    for name, place in progress(places.items(), "measuring the loss of cuts of one block", "block"):
+        errors, replacements = trials[name]
+        losses = _measured_losses(model, place, replacements, dense, calibration)
+        curves[name] = _curve(place, errors, losses)
+    model.cpu()
+    counts = cheapest_sizes(curves, prices)
+    (target,), share = spec.targets, spec.share
+    for kind, noun, remedy in (("attention", "head", "set min_heads, or raise"), ("feed_forward", "neuron", "raise")):
+        kept = [counts[name] for name, place in places.items() if place.block.kind == kind]
+        if kept and not any(kept):
+            distributed.warn(f"cut: no {noun} remains in any layer: {remedy} {target} (now {share:.3g})")
+    return counts
 
 
 @torch.no_grad()
 def _measured_losses(
-    model: Any, places: Mapping[str, CutBlock], trials: Mapping[str, _Trial], calibration: Calibration
-) -> dict[str, dict[int, float]]:
-    """Return how far the model's answers move with one block replaced, by block and size; collective."""
-    dense = calibration.answers(model)
-    losses: dict[str, dict[int, float]] = {}
-    for name, place in progress(places.items(), "measuring the loss of cuts of one block", "block"):
-        outer = place.outer
-        before = {key: value.clone() for key, value in outer.state_dict().items()}
-        losses[name] = {}
-        for size, replacement in trials[name].replacements.items():
-            replacement.write(outer)
-            losses[name][size] = calibration.divergence(dense, calibration.answers(model))
-        outer.load_state_dict(before)
+    model: Any, place: CutBlock, replacements: Mapping[int, Replacement], dense: Any, calibration: Calibration
+) -> dict[int, float]:
+    """Return how far the model's answers move from the dense ones with one block replaced, by size; collective."""
+    before = {key: value.clone() for key, value in place.outer.state_dict().items()}
+    losses = {}
+    for size, replacement in replacements.items():
+        replacement.write(place.outer)
+        losses[size] = calibration.divergence(dense, calibration.answers(model))
+    place.outer.load_state_dict(before)
     return losses
 
 
-def _curve(place: CutBlock, trial: _Trial, losses: Mapping[int, float]) -> Curve:
+def _curve(place: CutBlock, errors: NDArray[np.float64], losses: Mapping[int, float]) -> Curve:
     """Return the loss at every size: those measured, interpolated linearly in the error of the block's outputs."""
     shares = np.linspace(place.lowest / place.count, 1, _SIZES + 1)
     sizes = np.unique(np.append(np.round(shares * place.count).astype(np.int64), place.lowest))
     measured = sorted(losses, reverse=True)
-    errors = trial.errors[[0, *(place.count - size for size in measured)]]
-    known = np.maximum.accumulate([0.0, *(losses[size] for size in measured)])
-    return Curve(sizes, np.interp(trial.errors[place.count - sizes], errors, known))
+    known_errors = errors[[0, *(place.count - size for size in measured)]]
+    # a smaller size that happens to lose less than a larger one would make the curve fall where errors rise
+    known_losses = np.maximum.accumulate([0.0, *(losses[size] for size in measured)])
+    return Curve(sizes, np.interp(errors[place.count - sizes], known_errors, known_losses))
 
 
 def cheapest_sizes(curves: dict[str, Curve], prices: Prices) -> dict[str, int]:
@@ -148,27 +166,22 @@ def cheapest_sizes(curves: dict[str, Curve], prices: Prices) -> dict[str, int]:
     rest of the budget, so that the choice does not exceed it.
     """
     rest = prices.budget - sum(curve.sizes[0] * prices.each[name] for name, curve in curves.items())
-    used = {name: _bins((curve.sizes - curve.sizes[0]) * prices.each[name], rest) for name, curve in curves.items()}
     best = np.zeros(_BINS + 1)  # the least sum of losses of the blocks so far, within each number of bins
-    chosen: dict[str, NDArray[np.int64]] = {}
+    used, chosen = dict[str, NDArray[np.int64]](), dict[str, NDArray[np.int64]]()
     for name, curve in curves.items():
+        costs = (curve.sizes - curve.sizes[0]) * prices.each[name]
+        bins = np.where(costs > 0, _BINS + 1, 0)  # too many where a cost is above the budget
+        fits = (costs > 0) & (costs <= rest)
+        bins[fits] = np.ceil(costs[fits] / rest * _BINS - 1e-6)
         sums = np.full((len(curve.sizes), _BINS + 1), np.inf)
-        for row, (bins, loss) in enumerate(zip(used[name], curve.losses, strict=True)):
-            if bins <= _BINS:
-                sums[row, bins:] = best[: _BINS + 1 - bins] + loss
-        chosen[name], best = sums.argmin(0), sums.min(0)
+        for row, (number, loss) in enumerate(zip(bins, curve.losses, strict=True)):
+            if number <= _BINS:
+                sums[row, number:] = best[: _BINS + 1 - number] + loss
+        used[name], chosen[name], best = bins, sums.argmin(0), sums.min(0)
     sizes: dict[str, int] = {}
-    budget = _BINS
-    for name in reversed(curves):
-        row = chosen[name][budget]
+    left = _BINS
+    for name in reversed(curves):  # back from the last block, with what each choice leaves to those before
+        row = chosen[name][left]
         sizes[name] = int(curves[name].sizes[row])
-        budget -= int(used[name][row])
+        left -= int(used[name][row])
     return sizes
-
-
-def _bins(costs: NDArray[np.floating[Any]], budget: float) -> NDArray[np.int64]:
-    """Return how many bins of the budget each cost takes: too many, _BINS + 1, where it is above the budget."""
-    bins = np.where(costs > 0, _BINS + 1, 0)
-    fits = (costs > 0) & (costs <= budget)
-    bins[fits] = np.ceil(costs[fits] / budget * _BINS - 1e-6)
-    return bins

@@ -1,4 +1,4 @@
-"""Cut heads and neurons of a trained model, and let those that are kept make up for them.
+"""Cut heads and neurons of a trained model, and refit the weights that are kept.
 
 Each block (attention, feed-forward) has an outer linear layer, whose inputs are the outputs of its heads or neurons.
 The cut removes inputs of this layer by optimal brain surgeon, solves its weight and bias for the inputs that are kept,
@@ -6,7 +6,7 @@ and writes zeros for the others; `models/shrink.py` then makes the smaller model
 the model computes them, each on the inputs that it gets from the blocks that are cut already.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut.fitting import CutRecord, Fitting, Replacement
-from ds_trainer.models.cut.layerwise import Calibration, Gram, Layerwise, without_products
+from ds_trainer.models.cut.fitting import CutRecord, Fitting, Gram, Replacement
+from ds_trainer.models.cut.layerwise import Calibration, Layerwise, without_products
 from ds_trainer.models.cut.surgeon import least_squares, magnitude_removal, removal
 from ds_trainer.models.layers import SIZES_OF, Block, blocks_of, decisions_of, is_emptied, layers_of, rows_of
 from ds_trainer.models.shrink import check_known
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
-_BOTH = ("attention", "feed_forward")
-KINDS = {"hybrid": _BOTH, "model": _BOTH, "head": ("attention",), "neuron": ("feed_forward",)}
-"""The kinds of blocks that each granularity cuts."""
+KINDS = {"head": ("attention",), "neuron": ("feed_forward",)}
+"""The kinds of blocks that a granularity cuts; the others cut both."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,9 @@ class CutBlock:
         return self.layer.get_submodule(self.block.outer)
 
     @property
-    def weights(self) -> int:
-        """The number of weights in the matrices of the block."""
-        linears: list[Any] = [self.layer.get_submodule(name) for name in (*self.block.inner, self.block.outer)]
-        return sum(linear.weight.numel() for linear in linears)
+    def linears(self) -> list[Any]:
+        """The linear layers of the block, the outer one last."""
+        return [self.layer.get_submodule(name) for name in (*self.block.inner, self.block.outer)]
 
 
 def cut_places(model: Any, spec: CutSpec) -> dict[str, CutBlock]:
@@ -56,7 +54,7 @@ def cut_places(model: Any, spec: CutSpec) -> dict[str, CutBlock]:
     places = {}
     for layer_name, layer in layers_of(model).items():
         for block in blocks_of(layer):
-            if block.kind in KINDS[spec.granularity] and not is_emptied(layer.get_submodule(block.core)):
+            if block.kind in KINDS.get(spec.granularity, SIZES_OF) and not is_emptied(layer.get_submodule(block.core)):
                 name, count = f"{layer_name}.{block.outer}", decisions_of(block, layer, model.config)
                 lowest = min(count, spec.min_heads) if block.kind == "attention" else 0
                 places[name] = CutBlock(name, block, layer, count, lowest)
@@ -76,24 +74,25 @@ def uniform_counts(places: Mapping[str, CutBlock], keep: float) -> dict[str, int
 
 
 class OuterCut:
-    """The outer linear layer of a block, and what becomes of it if the block keeps fewer heads or neurons."""
+    """The outer linear layer of a block, the order in which its inputs go, and its weights with fewer of them."""
 
-    def __init__(self, place: CutBlock, gram: Gram, spec: CutSpec, check: Callable[[], None]) -> None:
+    def __init__(self, place: CutBlock, gram: Gram, spec: CutSpec) -> None:
         self.count, self.spec = place.count, spec
-        self.fitting = fitting = Fitting(place.outer, gram, spec.damping)
-        width, obs = fitting.weight.shape[1] // place.count, spec.method == "obs"
-        if obs:
-            self.removal = removal(fitting.weight, fitting.damped, width, check)
+        self.fitting = Fitting(place.outer, gram, spec.damping)
+        if spec.method == "obs":
+            width = self.fitting.weight.shape[1] // place.count
+            self.removal = removal(self.fitting.weight, self.fitting.damped, width)
         else:
             self.removal = magnitude_removal(_magnitudes(place))
 
     def keeping(self, count: int) -> Replacement:
-        """Return the layer's weight and bias for so many decisions, with zeros for those that are removed."""
+        """Return the layer's weight and bias for `count` decisions, with zeros for those that are removed."""
         dense = self.fitting.weight
         decisions = torch.ones(self.count, dtype=torch.bool, device=dense.device)
         decisions[self.removal.order[: self.count - count]] = False
         columns = decisions.repeat_interleave(dense.shape[1] // self.count)
         weight = torch.zeros_like(dense)
+        # the updates of the removals would give the same weights; one solve has less rounding
         fitted = least_squares(dense, self.fitting.damped, columns) if self.spec.update_weights else dense[:, columns]
         weight[:, columns] = fitted
         return self.fitting.replacement(weight)
@@ -105,7 +104,6 @@ def cut_blocks(
     counts: Mapping[str, int],
     calibration: Calibration,
     spec: CutSpec,
-    device: torch.device,
 ) -> list[CutRecord]:
     """Cut each block of `cut_places` to its count, in place: removed heads and neurons are zeros of the outer weight.
 
@@ -113,13 +111,11 @@ def cut_blocks(
     """
     records = []
     smaller = {name: place for name, place in places.items() if counts[name] < place.count}
-    for place, gram in with_grams(model, smaller, calibration, device):
-        cut = distributed.on_main(
-            lambda: OuterCut(place, gram, spec, calibration.check_alone).keeping(counts[place.name])  # noqa: B023
-        )
-        cut.write(place.outer)
+    for place, gram in with_grams(model, smaller, calibration):
+        replacement = distributed.on_main(lambda: OuterCut(place, gram, spec).keeping(counts[place.name]))  # noqa: B023
+        replacement.write(place.outer)
         unit: Any = SIZES_OF[place.block.kind]
-        records.append(CutRecord(place.name, unit, place.count, counts[place.name], cut.error))
+        records.append(CutRecord(place.name, unit, place.count, counts[place.name], replacement.error))
     return records
 
 
@@ -127,21 +123,19 @@ def with_grams(
     model: Any,
     places: Mapping[str, CutBlock],
     calibration: Calibration,
-    device: torch.device,
     doing: str = "cutting heads and neurons",
 ) -> Iterator[tuple[CutBlock, Gram]]:
     """Yield each block, its layer on the device, with the sums of its outer layer's inputs.
 
-    `doing` says what is done to them where the progress is shown.
-
-    A block that is changed before the next one is taken changes the inputs of those that follow.
+    A block that is changed before the next one is taken changes the inputs of those that follow. `doing` says what is
+    done to a block where the progress is shown.
     """
-    layerwise = Layerwise(model, calibration, device, doing)
+    layerwise = Layerwise(model, calibration, doing)
     for layer in layerwise:
         for place in (place for place in places.values() if place.layer is layer):
             with without_products(unused_linears(place)):
-                grams = layerwise.grams({place.name: place.outer})
-            yield place, grams[place.name]
+                gram = layerwise.gram(place.name, place.outer)
+            yield place, gram
 
 
 def unused_linears(place: CutBlock) -> Iterator[Any]:
@@ -154,10 +148,9 @@ def unused_linears(place: CutBlock) -> Iterator[Any]:
 
 def _magnitudes(place: CutBlock) -> Tensor:
     """Return the sum of squares of each decision's weights, over all matrices of the block: (count,)."""
-    outer, block = place.outer, place.block
+    *inner, outer = place.linears
     total = rows_of(outer.weight, type(outer)).square().sum(0).view(place.count, -1).sum(1)
-    for name in block.inner:
-        linear: Any = place.layer.get_submodule(name)
+    for linear in inner:
         squares = rows_of(linear.weight, type(linear)).square().sum(1)
-        total = total + squares.view(block.parts, place.count, -1).sum((0, 2))
+        total = total + squares.view(place.block.parts, place.count, -1).sum((0, 2))
     return total.detach()

@@ -1,26 +1,23 @@
 """Cut a trained model as a spec says: heads and neurons, or single weights, from a calibration set."""
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ds_trainer.config.cut_specs import STRUCTURED, CutSpec
-from ds_trainer.models.cut.allocation import Prices, allocate, check_budget
-from ds_trainer.models.cut.blocks import CutBlock, cut_blocks, cut_places, uniform_counts
+from ds_trainer.models.cut.allocation import allocate, check_budget, prices_of
+from ds_trainer.models.cut.blocks import cut_blocks, cut_places, uniform_counts
 from ds_trainer.models.cut.fitting import CutRecord
 from ds_trainer.models.cut.layerwise import Calibration
 from ds_trainer.models.cut.weights import cut_linears, cut_weights
-from ds_trainer.models.flops import decision_flops, encoder_flops
-from ds_trainer.models.layer_seconds import count_decisions, layer_seconds
-from ds_trainer.models.layers import AnyLinear, in_features, rows_of, whole_class
+from ds_trainer.models.layers import AnyLinear, in_features, rows_of
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 
 
-def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch.device) -> tuple[Any, list[CutRecord]]:
+def cut_model(model: Any, calibration: Calibration, spec: CutSpec) -> tuple[Any, list[CutRecord]]:
     """Return the cut model, on the CPU, and what was done where; collective. The given model is changed.
 
     UserError where the model's family is unknown, its weights are not finite, or the spec keeps less than must stay,
@@ -30,14 +27,14 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec, device: torch
     model.eval().cpu()
     if spec.granularity not in STRUCTURED:
         check_tokens(cut_linears(model, spec).values(), calibration, spec)
-        return model, cut_weights(model, calibration, spec, device)
+        return model, cut_weights(model, calibration, spec)
     places = cut_places(model, spec)
     if spec.uniform:
         counts = uniform_counts(places, spec.share)
     else:
-        counts = allocate(model, places, _prices(model, places, spec, device), calibration, spec, device)
+        counts = allocate(model, places, prices_of(model, places, spec, calibration.device), calibration, spec)
     check_tokens([place.outer for place in places.values()], calibration, spec)
-    records = cut_blocks(model, places, counts, calibration, spec, device)
+    records = cut_blocks(model, places, counts, calibration, spec)
     return shrink(model), records
 
 
@@ -55,7 +52,7 @@ def outline(model: Any, spec: CutSpec) -> Any:
     places = cut_places(model, spec)
     counts = uniform_counts(places, spec.share) if spec.uniform else {}
     if not spec.uniform and spec.target_latency is None:  # seconds are measured by the cut itself
-        check_budget(places, _prices(model, places, spec, torch.device("cpu")), spec)
+        check_budget(places, prices_of(model, places, spec, torch.device("cpu")), spec)
     for name, place in places.items():
         # a choice over all layers removes something, also where the share of each one would round to all of it
         kept = counts.get(name, max(place.lowest, min(1, place.count - 1), int(spec.share * place.count)))
@@ -92,24 +89,3 @@ def _count_tokens(calibration: Calibration) -> int:
     """Count the attended tokens of all ranks; collective."""
     here = sum(int(attended.sum()) for attended in calibration.attended)
     return sum(count for (count,) in distributed.numbers_of_all([here]))
-
-
-def _prices(model: Any, places: Mapping[str, CutBlock], spec: CutSpec, device: torch.device) -> Prices:
-    """Return what decisions cost in the spec's unit: weights, operations, or seconds measured on rank 0's device."""
-    if spec.target_latency is not None:
-        base = getattr(model, "base_model", model)
-        measure = partial(layer_seconds, whole_class(base), base.config, spec.cost_tokens, device)
-        measured = distributed.on_main(measure)
-        each = {name: measured.decision[place.block.kind] for name, place in places.items()}
-        total = measured.encoder(count_decisions(model))
-    elif spec.target_flops is not None:
-        each = {
-            name: decision_flops(place.block, place.layer, model.config, spec.cost_tokens)
-            for name, place in places.items()
-        }
-        total = encoder_flops(model, spec.cost_tokens)
-    else:
-        each = {name: place.weights / place.count for name, place in places.items()}
-        total = sum(place.weights for place in places.values())
-    removable = sum(each[name] * place.count for name, place in places.items())
-    return Prices(each, spec.share * total - (total - removable), total)

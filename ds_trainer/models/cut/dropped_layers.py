@@ -1,71 +1,57 @@
 """Which layers of a model go: by the loss that their absence adds, or by how little they change what they are given."""
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut.layerwise import Calibration, encoder_inputs, finite
+from ds_trainer.models.cut.layerwise import Calibration, finite, observe
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.student import can_keep
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
-from ds_trainer.ranks.stopping import in_step
 
 
 @torch.no_grad()
-def remaining_layers(
-    model: Any, count: int, calibration: Calibration, spec: CutSpec, device: torch.device
-) -> list[int]:
+def remaining_layers(model: Any, count: int, calibration: Calibration, spec: CutSpec) -> list[int]:
     """Return the numbers of the `count` layers that stay, rising; collective. The model is on the device afterwards.
 
-    By loss, layers go one at a time, each time the one without which the answers diverge least from the dense model's.
-    By cosine those go that change their input least (ShortGPT, arXiv 2403.03853). Layers that follow one another go
-    together, by the divergence without them all or by the angle between what the first is given and the last gives
-    (arXiv 2403.17887). Layers stay without which the family's class cannot be built, such as ModernBERT's first.
+    Layers go one at a time: by loss, each time the one without which the answers diverge least from the dense model's;
+    by cosine, those that change their input least (ShortGPT, arXiv 2403.03853). Layers stay without which the family's
+    class cannot be built, such as ModernBERT's first.
     """
-    layers = list(encoder_layers(model.to(device)).values())
-    numbers, gone = range(len(layers)), len(layers) - count
+    layers = list(encoder_layers(model.to(calibration.device)).values())
+    kept = list(range(len(layers)))
     # layers that are all of the same form can take any place
     alike = len({tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers}) == 1
+    by_loss = spec.layer_criterion == "loss"
+    dense = calibration.answers(model) if by_loss else None
+    changes = [] if by_loss else _changes(model, calibration)
 
-    def stay(dropped: Collection[int]) -> list[int]:
-        return [number for number in numbers if number not in dropped]
-
-    def least(wanted: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-        options = [dropped for dropped in wanted if alike or can_keep(model, stay(dropped))]
-        if not options:
-            raise UserError(
-                f"cut: {gone} layers of a {type(model).__name__} cannot go, since its layers differ by their place: "
-                "keep another number of layers, or cut width or neurons"
-            )
-        return min(progress(options, "trying the model without some layers", "choice"), key=loss)
-
-    if spec.layer_criterion == "cosine":
-        distances = _distances(model, calibration, gone if spec.contiguous else 1, device)
-
-        def loss(dropped: tuple[int, ...]) -> float:
-            return distances[dropped[0] if spec.contiguous else dropped[-1]]
-    else:
-        dense = calibration.answers(model)
-
-        def loss(dropped: tuple[int, ...]) -> float:
-            handles = [layers[number].register_forward_hook(_skip) for number in dropped]
+    def loss(number: int) -> float:
+        if not by_loss:
+            return changes[number]
+        with contextlib.ExitStack() as skipped:
+            for other, layer in enumerate(layers):
+                if other == number or other not in kept:
+                    skipped.enter_context(layer.register_forward_hook(_skip))
             answers = calibration.answers(model)
-            for handle in handles:
-                handle.remove()
-            return calibration.divergence(dense, answers)
+        return calibration.divergence(dense, answers)
 
-    dropped = least(tuple(range(first, first + gone)) for first in range(count + 1)) if spec.contiguous else ()
-    while len(dropped) < gone:
-        dropped = least((*dropped, number) for number in numbers if number not in dropped)
-    if not alike and 0 not in dropped and not can_keep(model, stay([0])):
+    while len(kept) > count:
+        choices = [one for one in kept if alike or can_keep(model, [other for other in kept if other != one])]
+        if not choices:
+            raise UserError(
+                f"cut: {len(kept) - count} more layers of a {type(model).__name__} cannot go, since its layers differ "
+                "by their place: keep another number of layers, or cut width or neurons"
+            )
+        kept.remove(min(progress(choices, "trying the model without some layers", "choice"), key=loss))
+    if not alike and 0 in kept and not can_keep(model, range(1, len(layers))):
         distributed.info(f"cut: layer 0 of a {type(model).__name__} stays, since the others cannot take its place")
-    return stay(dropped)
+    return kept
 
 
 def _skip(_: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
@@ -73,54 +59,15 @@ def _skip(_: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
     return (given[0], *out[1:]) if isinstance(out, tuple) else given[0]
 
 
-def _distances(model: Any, calibration: Calibration, span: int, device: torch.device) -> list[float]:
-    """Return how far what each run of `span` layers gives is from what it is given, a mean over tokens; collective.
+def _changes(model: Any, calibration: Calibration) -> list[float]:
+    """Return 1 - cosine between what each layer is given and what it gives, a mean over tokens; collective."""
+    layers = encoder_layers(model)
+    sums = {name: torch.zeros(2, dtype=torch.float64, device=calibration.device) for name in layers}
 
-    It is 1 - cosine for a single layer, and the angle as a share of a half turn for several.
-    """
-    layers, states = encoder_layers(model), list[Tensor]()
-    sums = torch.zeros(len(layers) - span + 1, dtype=torch.float64, device=device)
-    tokens = torch.zeros(1, dtype=torch.float64, device=device)
+    def add(name: str, given: Tensor, out: Tensor) -> None:
+        cosine = torch.cosine_similarity(given.float(), out.float(), dim=1).clamp(-1, 1)
+        sums[name] += torch.stack(((1 - cosine).sum(), cosine.new_tensor(len(cosine))))
 
-    def add(_: str, given: Tensor, out: Tensor) -> None:
-        states.append(given)
-        if len(states) < len(layers):
-            return
-        states.append(out)
-        for first in range(len(sums)):
-            cosine = torch.cosine_similarity(states[first].float(), states[first + span].float(), dim=1).clamp(-1, 1)
-            sums[first] += (1 - cosine if span == 1 else cosine.arccos() / math.pi).sum()
-        tokens.add_(len(out))
-        states.clear()
-
-    observe(model, layers, calibration, device, add)
-    return list((finite(distributed.total(sums), "the hidden states") / distributed.total(tokens)).tolist())
-
-
-@torch.no_grad()
-def observe(
-    model: Any,
-    modules: Mapping[str, nn.Module],
-    calibration: Calibration,
-    device: torch.device,
-    see: Callable[[str, Tensor, Tensor], object],
-) -> None:
-    """Run the model without its head on the device, and show what each call of these modules is given and gives.
-
-    `see` gets the module's name, then both (tokens, width), of the tokens that are attended.
-    """
-    base, attended = model.to(device).base_model, list[Tensor]()
-
-    def hook(name: str) -> Any:
-        def show(_: nn.Module, given: tuple[Tensor, ...], out: Any) -> None:
-            see(name, given[0][attended[-1]], (out[0] if isinstance(out, tuple) else out)[attended[-1]])
-
-        return show
-
-    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
-    count, pairs = len(calibration.inputs), zip(calibration.inputs, calibration.attended, strict=True)
-    for inputs, tokens in progress(in_step(pairs, count, calibration.check), "observing the model", "batch", count):
-        attended.append(tokens.to(device))
-        base(**encoder_inputs(base, {name: values.to(device) for name, values in inputs.items()}))
-    for handle in handles:
-        handle.remove()
+    observe(model, layers, calibration, add)
+    totals = [finite(distributed.total(of_layer), "the hidden states").tolist() for of_layer in sums.values()]
+    return [change / tokens for change, tokens in totals]

@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_trainer.models.cut.fitting import Gram
 from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features, out_features
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
-from ds_trainer.ranks.stopping import go_on, in_step
+from ds_trainer.ranks.stopping import in_step
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,7 @@ class Calibration:
     model, on whichever device it is, on some of the examples. `divergence` is that of second answers from first ones, a
     mean over the rows of logits that are compared, on all ranks; it is collective. `loss` returns the task's mean loss
     over one batch, by its number, times its examples, with gradient; the model is whole on one device.
-
-    `check` is called by all ranks together between batches and blocks, and raises StoppedError on all of them if the
-    cut is to end; `check_alone` does so for rank 0, while it solves for all.
+    `device` is the one on which layers run and are solved.
     """
 
     inputs: Sequence[Mapping[str, Tensor]]
@@ -40,57 +41,7 @@ class Calibration:
     answers: Callable[[nn.Module], Any]
     divergence: Callable[[Any, Any], float]
     loss: Callable[[nn.Module, int], Tensor]
-    check: Callable[[], None] = go_on
-    check_alone: Callable[[], None] = go_on
-
-
-class Gram:
-    """Sums over tokens of a linear layer's inputs x (in,), and of their products x x^T (in, in), in fp64.
-
-    Each batch's products are computed in the precision of the inputs, around the mean of the batch: otherwise rounding
-    would hide the variance of an input that is nearly constant. All sums over batches and ranks are in fp64.
-    """
-
-    def __init__(self, features: int, device: torch.device) -> None:
-        self.tokens = 0
-        self.sums = torch.zeros(features, dtype=torch.float64, device=device)
-        self.products = torch.zeros(features, features, dtype=torch.float64, device=device)
-
-    def add(self, inputs: Tensor) -> None:
-        """Add inputs (tokens, in)."""
-        sums = inputs.sum(0, dtype=torch.float64)
-        mean = sums / max(1, len(inputs))
-        deviations = inputs - mean.to(inputs.dtype)
-        self.tokens += len(inputs)
-        self.sums += sums
-        self.products += deviations.T @ deviations
-        self.products.addr_(sums, mean)
-
-    def over_ranks(self) -> "Gram":
-        """Add up the sums of all ranks, in place; collective."""
-        self.tokens = sum(count for (count,) in distributed.numbers_of_all([self.tokens]))
-        self.sums = distributed.total(self.sums)
-        self.products = distributed.total(self.products)
-        return self
-
-    @property
-    def mean(self) -> Tensor:
-        return self.sums / self.tokens
-
-    def second_moments(self, centred: bool, damping: float) -> tuple[Tensor, Tensor]:
-        """Return E[x x^T], or the covariance where `centred`, with a damping on its diagonal, and that damping (in,).
-
-        The damping is a share of the mean diagonal. A layer with a bias is fitted by the covariance, since its bias can
-        make up for every mean.
-        """
-        moments = self.products / self.tokens
-        rounding = 1e-12 * moments.diagonal()  # the covariance of inputs that never vary is nothing else
-        if centred:
-            moments.addr_(self.mean, self.mean, alpha=-1)
-        added = damping * moments.diagonal().mean() + rounding
-        added.clamp_(min=torch.finfo(torch.float32).tiny)
-        moments.diagonal().add_(added)
-        return moments, added
+    device: torch.device = _CPU
 
 
 def encoder_inputs(base: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -107,8 +58,8 @@ class Layerwise:
     of layers.
     """
 
-    def __init__(self, model: Any, calibration: Calibration, device: torch.device, doing: str = "cutting") -> None:
-        self.calibration, self.device, self._doing = calibration, device, doing
+    def __init__(self, model: Any, calibration: Calibration, doing: str = "cutting") -> None:
+        self.calibration, self._doing = calibration, doing
         self._base = getattr(model, "base_model", model)
         if model.config.is_encoder_decoder:
             raise self._no_row()
@@ -120,61 +71,61 @@ class Layerwise:
         """Yield each layer, on the device. It may be changed until the next one is taken."""
         for index, layer in enumerate(progress(self._layers, self._doing, "layer")):
             self._at = index
-            layer.to(self.device)
+            layer.to(self.calibration.device)
             yield layer
             if index < len(self._layers) - 1:
-                for batch, output in enumerate(self._checked_pass()):
+                for batch, output in enumerate(in_step(self._pass(), len(self._inputs))):
                     self._outputs[batch] = output
             layer.cpu()
 
     @torch.no_grad()
-    def grams(self, linears: Mapping[str, AnyLinear]) -> dict[str, Gram]:
-        """Run the present layer, and return the sums of the inputs of these linear layers in it; collective."""
-        grams = {name: Gram(in_features(linear), self.device) for name, linear in linears.items()}
-        attended = iter(self.calibration.attended)
-        with _inputs_recorded(linears) as inputs:
-            for _ in self._checked_pass():
-                tokens = next(attended).to(self.device)
-                for name, calls in inputs.items():
-                    for values in (by_example(call, tokens.shape) for call in calls):
-                        # relative positions, for example, are no tokens: all of them count
-                        grams[name].add(values[tokens] if values.shape[:2] == tokens.shape else values.flatten(0, -2))
-                    calls.clear()
-        for name, gram in grams.items():
-            finite(gram.over_ranks().products, f"the inputs of {name}")
-        return grams
+    def gram(self, name: str, linear: AnyLinear) -> Gram:
+        """Run the present layer, and return the sums of the inputs of this linear layer in it; collective."""
+        gram, attended = Gram(in_features(linear), self.calibration.device), iter(self.calibration.attended)
+        with _inputs_recorded({name: linear}) as inputs:
+            for _ in in_step(self._pass(), len(self._inputs)):
+                tokens = next(attended).to(self.calibration.device)
+                for call in inputs.pop(name, ()):
+                    values = by_example(call, tokens.shape)
+                    # relative positions, for example, are no tokens: all of them count
+                    gram.add(values[tokens] if values.shape[:2] == tokens.shape else values.flatten(0, -2))
+        gram.add_ranks()
+        finite(gram.products, f"the inputs of {name}")
+        return gram
 
     def input_groups(self, linears: Mapping[str, AnyLinear]) -> list[list[str]]:
         """Group those of these linear layers that the present layer computes by their inputs, in order; collective.
 
         The layers of a group, such as query, key and value, get the very same inputs.
         """
-        return distributed.on_main(partial(self._input_groups, linears))
 
-    def _input_groups(self, linears: Mapping[str, AnyLinear]) -> list[list[str]]:
-        groups: dict[tuple[int, ...], list[str]] = {}
-        with _inputs_recorded(linears) as inputs, contextlib.closing(self._pass()) as batches:
-            next(batches)
-            for name, calls in inputs.items():
-                groups.setdefault(tuple(map(id, calls)), []).append(name)
-        return list(groups.values())
+        def groups_of_first_batch() -> list[list[str]]:
+            groups: dict[tuple[int, ...], list[str]] = {}
+            with _inputs_recorded(linears) as inputs, contextlib.closing(self._pass()) as batches:
+                next(batches)
+                for name, calls in inputs.items():
+                    groups.setdefault(tuple(map(id, calls)), []).append(name)
+            return list(groups.values())
 
-    def _checked_pass(self) -> Iterator[Any]:
-        return in_step(self._pass(), len(self._inputs), self.calibration.check)
+        return distributed.on_main(groups_of_first_batch)
 
     @torch.no_grad()
     def _pass(self) -> Generator[Any, None, None]:
-        """Yield what the present layer gives for each batch, on the CPU."""
+        """Yield what the present layer gives for each batch, on the CPU.
+
+        The model's code calls all layers, since it makes their masks and positions, but only this layer computes.
+        """
         layer, outputs = self._layers[self._at], iter(self._outputs)
         computed: list[Any] = []
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            on_device = _moved((args, kwargs), self.device)
-            computed[:] = [_moved(type(layer).forward(layer, *on_device[0], **on_device[1]), torch.device("cpu"))]
+            on_device = _moved((args, kwargs), self.calibration.device)
+            computed[:] = [_moved(type(layer).forward(layer, *on_device[0], **on_device[1]), _CPU)]
             return computed[0]
 
         def skip(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
+            # some layers return a tuple: of what a layer returns beside the hidden states, any stands for any
             like = (computed or before)[0]
             return (hidden, *like[1:]) if isinstance(like, tuple) else hidden
 
@@ -223,25 +174,52 @@ def by_example(values: Tensor, tokens: torch.Size) -> Tensor:
 @contextlib.contextmanager
 def without_products(linears: Iterable[AnyLinear]) -> Iterator[None]:
     """Let these linear layers return zeros, to save the time of their products where nothing uses the results."""
+
+    def zeros(features: int, inputs: Tensor) -> Tensor:
+        return inputs.new_zeros(*inputs.shape[:-1], features)
+
     with contextlib.ExitStack() as replaced:
         for linear in linears:
-            replaced.enter_context(_forward_replaced(linear, partial(_zeros, out_features(linear))))
+            replaced.enter_context(_forward_replaced(linear, partial(zeros, out_features(linear))))
         yield
 
 
-def _zeros(features: int, inputs: Tensor) -> Tensor:
-    return inputs.new_zeros(*inputs.shape[:-1], features)
+@torch.no_grad()
+def observe(
+    model: Any,
+    modules: Mapping[str, nn.Module],
+    calibration: Calibration,
+    see: Callable[[str, Tensor, Tensor], object],
+) -> None:
+    """Run the model without its head on the device, and show what each call of these modules is given and gives.
+
+    `see` gets the module's name, then both (tokens, width), of the tokens that are attended.
+    """
+    base, attended = model.to(calibration.device).base_model, list[Tensor]()
+
+    def hook(name: str) -> Any:
+        def show(_: nn.Module, given: tuple[Tensor, ...], out: Any) -> None:
+            see(name, given[0][attended[-1]], (out[0] if isinstance(out, tuple) else out)[attended[-1]])
+
+        return show
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
+    count, pairs = len(calibration.inputs), zip(calibration.inputs, calibration.attended, strict=True)
+    for inputs, tokens in progress(in_step(pairs, count), "observing the model", "batch", count):
+        attended.append(tokens.to(calibration.device))
+        base(**encoder_inputs(base, {name: values.to(calibration.device) for name, values in inputs.items()}))
+    for handle in handles:
+        handle.remove()
 
 
 @contextlib.contextmanager
 def _inputs_recorded(linears: Mapping[str, AnyLinear]) -> Iterator[dict[str, list[Tensor]]]:
     """Yield a dict that gets the inputs of each call of these linear layers, in the order of their first calls."""
     inputs: dict[str, list[Tensor]] = {}
-
-    def hook(name: str) -> Any:
-        return lambda _, given: inputs.setdefault(name, []).append(given[0])
-
-    handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
+    handles = [
+        linear.register_forward_pre_hook(lambda _, given, name=name: inputs.setdefault(name, []).append(given[0]))
+        for name, linear in linears.items()
+    ]
     try:
         yield inputs
     finally:

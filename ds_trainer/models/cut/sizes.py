@@ -1,17 +1,14 @@
 """Cut a model to sizes of the whole: layers, channels of the residual stream, heads and neurons.
 
 The sizes are the same in every layer, so that a plain config of the family says them. Layers go first, then heads and
-neurons by optimal brain surgeon, then channels: those whose outputs of all norms, as means of absolute values over the
-calibration tokens, have the largest sum (Minitron, arXiv 2407.14679). What reads or writes the residual stream is found
-by shape, not by name: the config's width decides one of its dimensions.
+neurons by optimal brain surgeon, then channels: those stay whose outputs of all norms, as means of absolute values over
+the calibration tokens, have the largest sum (Minitron, arXiv 2407.14679). Weights that read or write the residual
+stream are known by their shape, not by name: the config's width decides one of their dimensions.
 """
 
 import copy
-import math
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,22 +17,18 @@ from torch import Tensor, nn
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.blocks import cut_blocks, cut_places
 from ds_trainer.models.cut.cut import check_sound, check_tokens
-from ds_trainer.models.cut.dropped_layers import observe, remaining_layers
+from ds_trainer.models.cut.dropped_layers import remaining_layers
 from ds_trainer.models.cut.fitting import CutRecord
-from ds_trainer.models.cut.layerwise import Calibration, finite
+from ds_trainer.models.cut.layerwise import Calibration, finite, observe
 from ds_trainer.models.cut.vocabulary import kept_alone
-from ds_trainer.models.flops import encoder_flops, layer_flops
-from ds_trainer.models.layers import blocks_of, layers_of, sizes_of, whole_class, whole_heads, without_pooler_of
-from ds_trainer.models.shrink import check_known, plain_config, shrink
+from ds_trainer.models.layers import blocks_of, build_like, layers_of, shapes_like, sizes_of, whole_heads
+from ds_trainer.models.shrink import check_known, head_width, plain_config, shrink
 from ds_trainer.models.student import config_of_layers, with_layers
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.progress import progress
 
-MIXTURES = (("layers",), ("neurons",), ("layers", "neurons"), ("width", "neurons"), ("layers", "width", "neurons"))
-"""The sizes that are cut together, by the same share, where a spec leaves the choice to the cut."""
-_SHARES = 64
-"""How many shares are considered of each mixture."""
+_STEPS = 64
+"""Shares are rounded to sizes that are multiples of at least about this part of the whole."""
 
 
 @dataclass(frozen=True)
@@ -48,76 +41,77 @@ class Sizes:
     neurons: int
 
 
-def cut_sizes(
-    model: Any, calibration: Calibration, spec: CutSpec, device: torch.device
-) -> tuple[Any, list[CutRecord], dict[str, Any]]:
+def cut_sizes(model: Any, calibration: Calibration, spec: CutSpec) -> tuple[Any, list[CutRecord], dict[str, Any]]:
     """Return the cut model, on the CPU, what was done to its blocks, and its sizes as JSON values; collective.
 
     UserError as `planned_sizes` raises it, and where weights are not finite.
     """
     check_sound(model, calibration)
     model.eval().cpu()
-    before, planned, tried = sizes_now(model), planned_sizes(model, spec), []
-    for sizes in () if spec.sizes else _mixed(model, spec):
-        if sizes not in planned:
-            name = type(model).__name__
-            distributed.warn(f"cut: {sizes} is not tried: with such a width the class {name} has other weights")
-    if len(planned) == 1:
-        best, (small, records, layers) = planned[0], _cut_to(model, planned[0], calibration, spec, device)
-    else:
-        dense, least = calibration.answers(model.to(device)), math.inf
-        for sizes in progress(planned, "trying mixtures of sizes", "mixture"):
-            cut = _cut_to(copy.deepcopy(model.cpu()), sizes, calibration, spec, device)
-            divergence = calibration.divergence(dense, calibration.answers(cut[0].to(device)))
-            tried.append(asdict(sizes) | {"divergence": divergence})
-            if divergence < least:
-                best, least, (small, records, layers) = sizes, divergence, cut
-            cut[0].cpu()
-    told = {"before": asdict(before), "after": asdict(best), "layers": layers, "tried": tried}
-    return small, records, {"sizes": told}
+    now, sizes = sizes_now(model), planned_sizes(model, spec)
+    layers, records = list(range(now.layers)), list[CutRecord]()
+    if sizes.layers < now.layers:
+        layers = remaining_layers(model, sizes.layers, calibration, spec)
+        model = with_layers("the model", model.cpu(), layers).eval()
+    places = cut_places(model, spec)
+    counts = {name: sizes.heads if place.block.kind == "attention" else sizes.neurons for name, place in places.items()}
+    cut = [place.outer for name, place in places.items() if counts[name] < place.count]
+    if cut:
+        check_tokens(cut, calibration, spec)
+        records = cut_blocks(model, places, counts, calibration, spec)
+        model = shrink(model)
+    if sizes.width < now.width:
+        model = _narrowed(model, sizes, calibration)
+    return model, records, {"sizes": {"before": asdict(now), "after": asdict(sizes), "layers": layers}}
 
 
 def outline_of_sizes(model: Any, spec: CutSpec) -> Any:
-    """Return a model of the sizes that a spec says, or of the last mixture to choose from: its weights mean nothing."""
-    config = config_of_sizes(model, planned_sizes(model, spec)[-1])
-    return without_pooler_of(model, whole_class(model)(config)).to(model.dtype)
+    """Return a model of the sizes that a spec says: its weights mean nothing."""
+    return build_like(model, config_of_sizes(model, planned_sizes(model, spec)))
 
 
-def planned_sizes(model: Any, spec: CutSpec) -> list[Sizes]:
-    """Return the sizes that a spec says, or those to choose from. The model may be on the meta device.
+def planned_sizes(model: Any, spec: CutSpec) -> Sizes:
+    """Return the sizes after a cut. The model may be on the meta device.
 
-    UserError where the family is unknown, its layers differ, or its config cannot say the sizes.
+    UserError where the family is unknown, its layers differ, its config cannot say the sizes, or the model has fewer.
     """
     check_known(model)
-    if spec.sizes:
-        sizes = _wanted(model, spec.sizes)
-        if sizes == sizes_now(model):
-            raise UserError(f"cut: {spec.sizes} rounds to all that the model has: lower it")
-        if not _can_narrow(model, sizes):
-            raise UserError(
-                f"cut: with a width of {sizes.width:,} the class {type(model).__name__} has other weights than this "
-                "model has: leave width out, or write another one"
-            )
-        return [sizes]
-    planned = [sizes for sizes in _mixed(model, spec) if _can_narrow(model, sizes)]
-    if not planned:
-        raise UserError(f"cut: no layers, width and neurons meet target_flops {spec.target_flops}: raise it")
-    return planned
-
-
-def _mixed(model: Any, spec: CutSpec) -> list[Sizes]:
-    """Return the sizes of each mixture that meets the target."""
-    assert spec.target_flops is not None, "the spec saw to it"
-    total = encoder_flops(model, spec.cost_tokens)
-    mixed = []
-    widens = not _heads_follow_width(model) or _has(model, "attention")
-    for mixture in (mixture for mixture in MIXTURES if widens or "width" not in mixture):
-        sizes_at = partial(_at_share, model, mixture)
-        share = bisect_right(
-            range(1, _SHARES), spec.target_flops, key=lambda of: _flops(model, sizes_at(of), spec.cost_tokens) / total
+    now, config, wanted = sizes_now(model), model.config, spec.sizes
+    has_attention = any(block.kind == "attention" for block in blocks_of(next(iter(layers_of(model).values()))))
+    follow = ("width" in wanted or "heads" in wanted) and _heads_follow_width(model)
+    if "heads" in wanted and (follow or not has_attention):
+        raise UserError(
+            f"cut: the config of a {config.model_type} cannot say fewer heads in every layer: leave heads out (width "
+            'cuts heads where the config ties the two), or set keep, uniform and granularity "head"'
         )
-        mixed += [sizes_at(share)] if share else []
-    return mixed
+    if follow and not has_attention:
+        raise UserError(
+            f"cut: the width of a {config.model_type} decides about its heads, which no cut knows: leave it out"
+        )
+    heads = _size("heads", wanted, now.heads)
+    group = config.num_attention_heads // whole_heads(config) * heads
+    # where heads follow, the config says how wide a head is only by the width over the heads
+    step = now.width // now.heads if follow else _step(group, now.width)
+    width = _size("width", wanted, now.width, step)
+    if follow and width % step:
+        raise UserError(
+            f"cut: width is {width:,}, and each head of a {config.model_type} is {step} wide: write a multiple of "
+            f"{step}, or a share"
+        )
+    neurons = _size("neurons", wanted, now.neurons, _step(1, now.neurons))
+    sizes = Sizes(_size("layers", wanted, now.layers), width, heads, neurons)
+    if follow:
+        sizes = replace(sizes, heads=width * now.heads // now.width)
+    if sizes == now:
+        raise UserError(f"cut: {wanted} rounds to all that the model has: lower it")
+    # an ELECTRA, for example, has a projection where its embeddings are not as wide as the stream
+    shapes = shapes_like(model, config_of_sizes(model, replace(sizes, layers=now.layers)))
+    if shapes.keys() != model.state_dict().keys():
+        raise UserError(
+            f"cut: with a width of {sizes.width:,} the class {type(model).__name__} has other weights than this "
+            "model has: leave width out, or write another one"
+        )
+    return sizes
 
 
 def sizes_now(model: Any) -> Sizes:
@@ -132,7 +126,7 @@ def sizes_now(model: Any) -> Sizes:
 def config_of_sizes(model: Any, sizes: Sizes) -> Any:
     """Return the plain config of the model's family with these sizes. UserError where it cannot say them."""
     config = config_of_layers(model.config, range(sizes.layers))
-    config.head_dim = _head_width(config)
+    config.head_dim = head_width(config)
     config.hidden_size = sizes.width
     lists = {"heads": [sizes.heads] * sizes.layers, "neurons": [sizes.neurons] * sizes.layers}
     plain = plain_config(config, lists)
@@ -145,32 +139,11 @@ def config_of_sizes(model: Any, sizes: Sizes) -> Any:
     return plain
 
 
-def _cut_to(
-    model: Any, sizes: Sizes, calibration: Calibration, spec: CutSpec, device: torch.device
-) -> tuple[Any, list[CutRecord], list[int]]:
-    """Return the cut model, on the CPU, the records of its blocks, and the numbers of the layers that are kept."""
-    now = sizes_now(model)
-    layers, records = list(range(now.layers)), list[CutRecord]()
-    if sizes.layers < now.layers:
-        layers = remaining_layers(model, sizes.layers, calibration, spec, device)
-        model = with_layers("the model", model.cpu(), layers).eval()
-    places = cut_places(model, spec)
-    counts = {name: sizes.heads if place.block.kind == "attention" else sizes.neurons for name, place in places.items()}
-    cut = [place.outer for name, place in places.items() if counts[name] < place.count]
-    if cut:
-        check_tokens(cut, calibration, spec)
-        records = cut_blocks(model, places, counts, calibration, spec, device)
-        model = shrink(model)
-    if sizes.width < now.width:
-        model = _narrowed(model, sizes, calibration, device)
-    return model, records, layers
-
-
 @torch.no_grad()
-def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.device) -> Any:
+def _narrowed(model: Any, sizes: Sizes, calibration: Calibration) -> Any:
     """Return the model with the most active channels alone; collective. Norms keep the scale of what they give."""
     config, width = config_of_sizes(model, sizes), model.config.hidden_size
-    narrow = without_pooler_of(model, whole_class(model)(config)).to(model.dtype)
+    narrow = build_like(model, config)
     state = narrow.state_dict()
     # norms of queries and keys may be as wide, and stay so
     norms = {
@@ -180,11 +153,11 @@ def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.
         and f"{name}.weight" in state
         and module.weight.shape == (width,) != state[f"{name}.weight"].shape
     }
-    active = torch.zeros(width, dtype=torch.float64, device=device)
-    observe(model, norms, calibration, device, lambda _, __, out: active.add_(out.abs().sum(0, dtype=torch.float64)))
+    active = torch.zeros(width, dtype=torch.float64, device=calibration.device)
+    observe(model, norms, calibration, lambda _, __, out: active.add_(out.abs().sum(0, dtype=torch.float64)))
     active = finite(distributed.total(active), "the outputs of norms")
     channels = active.topk(sizes.width).indices.sort().values
-    scales = _scales(model, norms, channels, calibration, device)
+    scales = _scales(model, norms, channels, calibration)
     channels = channels.cpu()
     try:
         narrow.load_state_dict(
@@ -203,33 +176,29 @@ def _narrowed(model: Any, sizes: Sizes, calibration: Calibration, device: torch.
     return narrow.eval()
 
 
-def _scales(
-    model: Any, norms: Mapping[str, nn.Module], channels: Tensor, calibration: Calibration, device: torch.device
-) -> dict[str, float]:
+def _scales(model: Any, norms: Mapping[str, nn.Module], channels: Tensor, calibration: Calibration) -> dict[str, float]:
     """Return for each norm the mean ratio of what it divides by in the narrow model and in the wide one; collective.
 
     It is 1 for the norms of a head, which is not run.
     """
-    sums = {name: torch.zeros(2, dtype=torch.float64, device=device) for name in norms}
+    sums = {name: torch.zeros(2, dtype=torch.float64, device=calibration.device) for name in norms}
     centred = {name: _centres(norm) for name, norm in norms.items()}
 
+    def deviation(name: str, values: Tensor) -> Tensor:
+        values = values.double()
+        return (values - values.mean(1, keepdim=True) if centred[name] else values).square().mean(1).sqrt()
+
     def add(name: str, hidden: Tensor, _: Tensor) -> None:
-        deviations = [_deviation(values, centred[name]) for values in (hidden[:, channels], hidden)]
-        ratio = deviations[0] / deviations[1].clamp_min(1e-12)
+        ratio = deviation(name, hidden[:, channels]) / deviation(name, hidden).clamp_min(1e-12)
         sums[name] += torch.stack((ratio.sum(), ratio.new_tensor(len(ratio))))
 
-    observe(model, norms, calibration, device, add)
+    observe(model, norms, calibration, add)
     totals = {name: distributed.total(of_norm).tolist() for name, of_norm in sums.items()}
     return {name: total / tokens if tokens else 1.0 for name, (total, tokens) in totals.items()}
 
 
-def _deviation(values: Tensor, centred: bool) -> Tensor:
-    values = values.double()
-    return (values - values.mean(1, keepdim=True) if centred else values).square().mean(1).sqrt()
-
-
 def _centres(norm: Any) -> bool:
-    """Whether a norm subtracts the mean of a vector, which no name of a class says: it then ignores a constant."""
+    """Return whether a norm subtracts the mean of a vector, and so ignores a constant: no class name says it."""
     vector = torch.linspace(-1, 1, len(norm.weight)).to(norm.weight)[None]
     given, shifted = norm(vector), norm(vector + 1)
     return bool((given - shifted).abs().max() <= 1e-2 * given.abs().max())
@@ -258,41 +227,9 @@ def _keep_scale_of_embeddings(narrow: Any, width: int) -> None:
         _multiply(narrow.base_model.norm, 1 / scale)
 
 
-def _at_share(model: Any, mixture: tuple[str, ...], share: int) -> Sizes:
-    return _wanted(model, dict.fromkeys(mixture, share / _SHARES))
-
-
-def _wanted(model: Any, wanted: Mapping[str, float | int]) -> Sizes:
-    """Return the sizes after a cut. UserError where the config cannot say them, or the model has fewer."""
-    now, config = sizes_now(model), model.config
-    follow = ("width" in wanted or "heads" in wanted) and _heads_follow_width(model)
-    if "heads" in wanted and (follow or not _has(model, "attention")):
-        raise UserError(
-            f"cut: the config of a {config.model_type} cannot say fewer heads in every layer: leave heads out (width "
-            'cuts heads where the config ties the two), or set keep, uniform and granularity "head"'
-        )
-    if follow and not _has(model, "attention"):
-        raise UserError(
-            f"cut: the width of a {config.model_type} decides about its heads, which no cut knows: leave it out"
-        )
-    heads = _size("heads", wanted, now.heads)
-    group = config.num_attention_heads // whole_heads(config) * heads
-    # where heads follow, the config says how wide a head is only by the width over the heads
-    step = now.width // now.heads if follow else _step(group, now.width)
-    width = _size("width", wanted, now.width, step)
-    if follow and width % step:
-        raise UserError(
-            f"cut: width is {width:,}, and each head of a {config.model_type} is {step} wide: write a multiple of "
-            f"{step}, or a share"
-        )
-    neurons = _size("neurons", wanted, now.neurons, _step(1, now.neurons))
-    sizes = Sizes(_size("layers", wanted, now.layers), width, heads, neurons)
-    return replace(sizes, heads=width * now.heads // now.width) if follow else sizes
-
-
 def _step(least: int, size: int) -> int:
     """Return the smallest `least` times a power of two that is above a 64th of the size."""
-    return least * 2 ** (size // (least * _SHARES)).bit_length()
+    return least * 2 ** (size // (least * _STEPS)).bit_length()
 
 
 def _size(name: str, wanted: Mapping[str, float | int], now: int, step: int = 1) -> int:
@@ -305,41 +242,18 @@ def _size(name: str, wanted: Mapping[str, float | int], now: int, step: int = 1)
     return min(now, step * max(1, round(size * now / step)))
 
 
-def _has(model: Any, kind: str) -> bool:
-    return any(block.kind == kind for block in blocks_of(next(iter(layers_of(model).values()))))
-
-
-def _head_width(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _can_narrow(model: Any, sizes: Sizes) -> bool:
-    """Whether the family's model of another width has the same weights: ELECTRA's projection comes and goes with it."""
-    heads = sizes.heads if _heads_follow_width(model) else sizes_now(model).heads
-    with torch.device("meta"):
-        config = config_of_sizes(model, replace(sizes_now(model), width=sizes.width, heads=heads))
-        narrow = without_pooler_of(model, whole_class(model)(config))
-    return narrow.state_dict().keys() == model.state_dict().keys()
-
-
 def _heads_follow_width(model: Any) -> bool:
-    """Whether the width of a family's config decides about that of its heads, as in GPT-2 and BERT.
+    """Return whether the width of a family's config decides about that of its heads, as in GPT-2 and BERT.
 
     Both dimensions of a query matrix then grow with the width.
     """
     config = config_of_layers(model.config, range(1))
-    config.head_dim = _head_width(config)
+    config.head_dim = head_width(config)
     config.hidden_size *= 2
     with torch.device("meta"):
-        (layer,) = layers_of(whole_class(model)(config)).values()
+        (layer,) = layers_of(build_like(model, config)).values()
     before = dict(next(iter(layers_of(model).values())).named_parameters())
     return any(
         weight.dim() == 2 and all(new != old for new, old in zip(weight.shape, before[name].shape, strict=True))
         for name, weight in layer.named_parameters()
     )
-
-
-def _flops(model: Any, sizes: Sizes, tokens: int) -> int:
-    with torch.device("meta"):
-        (layer,) = layers_of(whole_class(model)(config_of_sizes(model, replace(sizes, layers=1)))).values()
-    return sizes.layers * layer_flops(layer, tokens)

@@ -7,7 +7,6 @@ masks (ADMM; ALPS, arXiv 2406.07831). On MiniLM at 15% of the weights it comes t
 hundredth of its time. `masked_least_squares` solves for V, given M, by conjugate gradients.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_trainer.models.cut.surgeon import output_error
-from ds_trainer.ranks.stopping import go_on
+from ds_trainer.ranks.stopping import stop_if_asked
 
 _ITERATIONS = 30
 _FIRST_STIFFNESS, _LAST_STIFFNESS = 0.03, 1.0
@@ -32,7 +31,7 @@ class Pattern:
     block: tuple[int, int] = (1, 1)
     """The outputs and inputs of a block; those at an edge are smaller."""
     group: int | None = None
-    """Every so many neighbouring inputs of an output keep the same share; None: the whole matrix chooses together."""
+    """Groups of this many neighbouring inputs of an output keep the same share; None: the matrix is one group."""
 
     def means(self, scores: Tensor) -> Tensor:
         """Return the mean score of each block."""
@@ -53,14 +52,12 @@ class Pattern:
         return kept.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: scores.shape[0], : scores.shape[1]]
 
 
-def admm_mask(
-    weight: Tensor, covariance: Tensor, share: float, pattern: Pattern, check: Callable[[], None] = go_on
-) -> tuple[Tensor, Tensor]:
+def admm_mask(weight: Tensor, covariance: Tensor, share: float, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """Return the mask that keeps a share of a weight at little error, and values for `masked_least_squares` to refine.
 
     This is the method "obs" for single weights: ADMM, as only heads and neurons are removed one by one (`surgeon.py`).
     Zeros of the weight are kept last. Weight (out, in), covariance (in, in) positive definite, fp64.
-    O(in^3 + 60 in^2 out) operations. `check` is called now and then, and may raise.
+    O(in^3 + 60 in^2 out) operations.
     """
     scale, present = covariance.diagonal().sqrt(), weight != 0
     values, vectors = torch.linalg.eigh(covariance / scale / scale[:, None])
@@ -69,18 +66,18 @@ def admm_mask(
     sparse, dual, stiffness = dense, torch.zeros_like(dense), _FIRST_STIFFNESS
     growth = (_LAST_STIFFNESS / _FIRST_STIFFNESS) ** (1 / _ITERATIONS)
     for _ in range(_ITERATIONS):
-        check()
+        stop_if_asked()
+        # the best values without a mask, drawn to those on it: a ridge regression, solved in the eigenbasis
         free = (target + stiffness * ((sparse - dual) @ vectors)) / (values + stiffness) @ vectors.T
         mask = pattern.mask((free + dual).square() * present, share)
         sparse = (free + dual) * mask
+        # the dual is scaled by the stiffness, and shrinks where that grows
         dual = (free + dual - sparse) / growth
         stiffness *= growth
     return mask, sparse / scale
 
 
-def masked_least_squares(
-    weight: Tensor, covariance: Tensor, mask: Tensor, start: Tensor, check: Callable[[], None] = go_on
-) -> Tensor:
+def masked_least_squares(weight: Tensor, covariance: Tensor, mask: Tensor, start: Tensor) -> Tensor:
     """Return the values on the mask, and zeros elsewhere, by which inputs of this covariance best give W's outputs.
 
     All rows are solved at once by conjugate gradients, scaled by the variances of the inputs. All tensors in fp64.
@@ -91,7 +88,7 @@ def masked_least_squares(
     slope = (residual * direction).sum(1, keepdim=True)
     error = output_error(weight, covariance, values)
     for _ in range(_MOST_GRADIENTS):
-        check()
+        stop_if_asked()
         curved = direction @ covariance * mask
         step = slope / (direction * curved).sum(1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
         values, residual = values + step * direction, residual - step * curved

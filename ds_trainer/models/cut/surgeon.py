@@ -6,15 +6,12 @@ removed and the other weights adapt, the mean squared error of its outputs grows
 are updated as if it had never been part of the layer. These costs add up, so one order gives the error at any number.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ds_trainer.ranks.stopping import go_on
-from ds_trainer.ranks.timing import seconds
+from ds_trainer.ranks.stopping import stop_if_asked
 
 _PENDING = 96
 """Removals between two updates of the whole matrices; one large product is faster than many small ones."""
@@ -28,41 +25,23 @@ class Removal:
     errors: list[float]
 
 
-def removal(weight: Tensor, covariance: Tensor, width: int, check: Callable[[], None] = go_on) -> Removal:
+def removal(weight: Tensor, covariance: Tensor, width: int) -> Removal:
     """Order all groups of `width` inputs by greedy removal. Weight (out, in), covariance (in, in) positive definite.
 
-    `check` is called now and then, and may raise. Computed in fp64 on the device of the tensors, in
-    O(in^3 + in^2 out) operations.
+    Computed in fp64 on the device of the tensors, in O(in^3 + in^2 out) operations.
     """
     weight, inverse = weight.double(), torch.linalg.inv(covariance.double())
     numbers = torch.arange(weight.shape[1] // width, device=weight.device)  # of the groups that the matrices still hold
     order: list[int] = []
     errors: list[float] = []
     while len(numbers):
-        check()
+        stop_if_asked()
         pending = _Pending(weight, inverse, width)
         errors += [pending.remove_cheapest() for _ in range(min(max(1, _PENDING // width), len(numbers)))]
         order += numbers[pending.removed].tolist()
         numbers = numbers[pending.kept]
         weight, inverse = pending.applied()
     return Removal(order, errors)
-
-
-def removal_seconds(out: int, inputs: int, width: int, device: torch.device) -> float:
-    """Estimate the seconds of `removal` for a weight (out, inputs), by one block of removals at half of the inputs."""
-    groups = inputs // width
-    block, half = max(1, _PENDING // width), max(1, groups // 2)
-    weight = torch.rand(out, half * width, dtype=torch.float64, device=device)
-    inverse = torch.eye(half * width, dtype=torch.float64, device=device)
-
-    def remove() -> None:
-        pending = _Pending(weight, inverse, width)
-        for _ in range(min(block, half)):
-            pending.remove_cheapest()
-        pending.applied()
-
-    inversion = 8 * seconds(lambda: torch.linalg.inv(inverse), device)
-    return math.ceil(groups / block) * seconds(remove, device) + inversion
 
 
 def magnitude_removal(magnitudes: Tensor) -> Removal:
@@ -86,8 +65,10 @@ def output_error(weight: Tensor, covariance: Tensor, cut: Tensor) -> float:
 class _Pending:
     """Removals whose updates of the weight and of the inverse are gathered, to be applied by one product.
 
-    Up to then only the parts that the costs need are updated: the `diagonal` blocks of the inverse, and the `products`
-    W_g^T W_g, both (groups, width, width).
+    Removing a group g takes W_g [(C^-1)_gg]^-1 (C^-1)_g from the weight, and (C^-1)_g^T [(C^-1)_gg]^-1 (C^-1)_g from
+    the inverse: the rest of the weights adapts, and the rest of the inverse is that of the smaller covariance. To apply
+    this to the whole matrices each time would be bound by memory. Up to then only the parts that the costs need are
+    updated: the `diagonal` blocks of the inverse, and the `products` W_g^T W_g, both (groups, width, width).
     """
 
     def __init__(self, weight: Tensor, inverse: Tensor, width: int) -> None:
@@ -106,6 +87,7 @@ class _Pending:
 
     def remove_cheapest(self) -> float:
         """Remove the group that costs least, and return its cost."""
+        # tr(W_g [(C^-1)_gg]^-1 W_g^T) needs W_g^T W_g alone, since a trace lets factors go around
         if self.width == 1:  # the blocks are numbers: their quotients take a tenth of the time
             costs = (self.products / self.diagonal).flatten()
         else:
@@ -113,6 +95,7 @@ class _Pending:
         costs[~self.kept] = torch.inf
         group = int(costs.argmin())
         places = slice(group * self.width, (group + 1) * self.width)
+        # the group's part of both matrices as it is after the removals that are still pending
         row = self.inverse[places] - self.rows[:, places].T @ self.solved
         column = self.weight[:, places].T - self.solved[:, places].T @ self.columns
         solved = torch.linalg.solve(row[:, places], row)
@@ -122,11 +105,15 @@ class _Pending:
         self.columns = torch.cat((self.columns, column))
         self.kept[group] = False
         self.removed.append(group)
-        self.diagonal[~self.kept] = torch.eye(self.width, dtype=row.dtype, device=row.device)  # stays invertible
+        # the block of a removed group becomes zero, up to rounding; the next solve needs one that can be inverted
+        self.diagonal[~self.kept] = torch.eye(self.width, dtype=row.dtype, device=row.device)
         return float(costs[group])
 
     def _update_costs(self, row: Tensor, column: Tensor, solved: Tensor) -> None:
-        """Update the blocks of W^T W and of the inverse: W loses column^T solved, the inverse row^T solved."""
+        """Update the blocks of W^T W and of the inverse: W loses column^T solved, the inverse row^T solved.
+
+        (W - c^T s)^T (W - c^T s) = W^T W - s^T (c W) - (c W)^T s + s^T (c c^T) s, block by block.
+        """
         inner = column @ self.weight - (column @ self.columns.T) @ self.solved
         by_group = (self.width, len(self.kept), self.width)
         row, solved, inner = row.view(by_group), solved.view(by_group), inner.view(by_group)

@@ -1,23 +1,36 @@
 """Cut tokens out of a model and its tokenizer: rows of the embeddings and of the language-model head go with them.
 
-The model's outputs for texts of the tokens that stay do not change.
+A text whose tokens all stay is tokenised as before, and the model's outputs for it do not change. WordPiece takes the
+longest token at each place, and Unigram the tokens with the highest sum of scores: removing a token that was not chosen
+changes neither's choice. BPE's does not change either, as long as each token stays together with all tokens that it is
+merged from. A text that used a removed token is split into smaller ones. Kept are every character of ASCII, of Western
+Europe and of each kept token; a word with another character becomes unknown, or bytes.
 """
 
 import copy
+import json
 import re
+import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import pre_tokenizers
 from torch import Tensor
 
-from ds_trainer.models.cut.tokens import Vocabulary
-from ds_trainer.models.layers import without_pooler_of
+from ds_trainer.files.messages import listed
+from ds_trainer.files.writing import write_json
+from ds_trainer.models.layers import build_like
+from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.pretrained import check_fits
 from ds_trainer.ranks.failures import UserError
 
 _FIELDS = re.compile(r".*_token_ids?|(begin_)?suppress_tokens|bad_words_ids")
 """The fields of configs that hold ids of tokens, alone or in lists."""
+_KINDS = ("WordPiece", "BPE", "Unigram")
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _PROBE = 8
 """How many tokens the check of the smaller model reads."""
 
@@ -26,14 +39,15 @@ def cut_vocabulary(model: Any, tokenizer: Any, wanted: Iterable[str], most: int 
     """Return a model, on the CPU as the given one is, and a tokenizer with the wanted tokens and those that must stay.
 
     Special and added tokens must stay, those that the configs name, the characters that spell other words, and the
-    tokens that a kept one is merged from. With `most`, so many stay in all: those that must, then the first of
+    tokens that a kept one is merged from. With `most`, that many stay in all: those that must, then the first of
     `wanted`. Tokens keep their order. Both models are in evaluation mode afterwards. UserError where nothing would go,
     or more than can.
     """
     check_fits(model, tokenizer, max_seq_length=1)
     vocabulary = Vocabulary(tokenizer)
     configs = (model.config, getattr(model, "generation_config", None))
-    named = {id for config in configs if config is not None for id in _named(config)}
+    fields = [value for config in configs if config for name, value in vars(config).items() if _FIELDS.fullmatch(name)]
+    named = {int(id) for id in re.findall(r"-?\d+", json.dumps(fields))}  # alone, or in lists of lists
     kept = vocabulary.select(wanted, [token for token, id in vocabulary.ids.items() if id in named], most)
     return _cut_model(model, [vocabulary.ids[token] for token in kept]), vocabulary.tokenizer_of(kept)
 
@@ -44,7 +58,7 @@ def _cut_model(model: Any, ids: Sequence[int]) -> Any:
     renumbered = dict.fromkeys(rows) | {id: number for number, id in enumerate(ids)}
     config = _with_ids(model.config, renumbered)
     config.vocab_size = len(ids)
-    smaller = without_pooler_of(model, type(model)(config)).to(model.dtype)
+    smaller = build_like(model, config)
     kept, state = torch.tensor(ids), smaller.state_dict()
     smaller.load_state_dict(
         {name: kept_alone(weight, state[name].shape, kept) for name, weight in model.state_dict().items()}
@@ -93,12 +107,135 @@ def _renumbered(value: Any, renumbered: Mapping[int, int | None]) -> Any:
     return renumbered.get(value, value)
 
 
-def _named(config: Any) -> Iterator[int]:
-    """Yield the ids of tokens that a config names."""
-    pending = [value for name, value in vars(config).items() if _FIELDS.fullmatch(name)]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, list):
-            pending += value
-        elif value is not None:
-            yield value
+class Vocabulary:
+    """The tokens of a fast tokenizer: `ids` by token, those that must stay, and those that a token needs beside it.
+
+    UserError for a tokenizer that is not fast, or is neither WordPiece nor BPE nor Unigram.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError(
+                f"the vocabulary of a {type(tokenizer).__name__} cannot be cut, since it is written in Python: take a "
+                f"model with a fast tokenizer (tokenizer.json), or leave vocabulary out"
+            )
+        self.tokenizer = tokenizer
+        self.ids: dict[str, int] = tokenizer.get_vocab()
+        self._state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+        self._model = self._state["model"]
+        if self._model["type"] not in _KINDS:
+            raise UserError(
+                f"the vocabulary of a {self._model['type']} tokenizer cannot be cut: known are {listed(_KINDS)}"
+            )
+        self._prefix = self._model.get("continuing_subword_prefix") or ""
+        self._suffix = self._model.get("end_of_word_suffix") or ""
+        self._forms = defaultdict[str, set[str]](set)  # of a character: at the start of a word, inside, at its end
+        for token in self.ids:
+            if len(bare := self._bare(token)) == 1:
+                self._forms[bare].add(token)
+        self._merged_from = defaultdict[str, set[str]](set)
+        for left, right in self._model.get("merges", ()):
+            self._merged_from[self._merged(left, right)] |= {left, right}
+
+    def select(self, wanted: Iterable[str], always: Iterable[str], most: int | None = None) -> list[str]:
+        """Return the tokens that stay, in the order of their ids: those that must, those in `always`, the wanted ones.
+
+        Of the wanted ones, and the tokens that they need, the first ones stay that fit into `most` tokens. UserError
+        where all tokens would stay, or where more than `most` must.
+        """
+        kept = set[str]()
+        for token in (*self._essential(), *always):
+            kept |= self._with_parts(token, kept)
+        if most is not None and most < len(kept):
+            raise UserError(
+                f"vocabulary.keep is {most:,}, and {len(kept):,} tokens must stay: the special ones, and those that "
+                f"spell any text: raise it"
+            )
+        limit = len(self.ids) if most is None else most
+        for token in wanted:
+            more = self._with_parts(token, kept)
+            if len(kept) + len(more) <= limit:
+                kept |= more
+        if len(kept) == len(self.ids):
+            raise UserError(
+                f"vocabulary: all {len(kept):,} tokens of the tokenizer would stay: set vocabulary.keep to a smaller "
+                f"number, or leave vocabulary out"
+            )
+        return sorted(kept, key=self.ids.__getitem__)
+
+    def tokenizer_of(self, kept: list[str]) -> Any:
+        """Return the tokenizer with the selected tokens alone, numbered in their order."""
+        ids = {token: number for number, token in enumerate(kept)}
+        state = copy.deepcopy(self._state) | {"model": self._model_of(ids)}
+        for token in state["added_tokens"]:
+            token["id"] = ids[token["content"]]
+        for name, numbers, place in _framing(state["post_processor"] or {}):
+            numbers[place] = ids[name]
+        with tempfile.TemporaryDirectory() as aside:
+            folder = Path(aside)
+            self.tokenizer.save_pretrained(folder)
+            write_json(folder / "tokenizer.json", state)
+            with as_user_error("the tokenizer cannot be loaded with fewer tokens"):
+                tokenizer = type(self.tokenizer).from_pretrained(folder)
+        # some classes take only the tokens from the file, and number the special ones themselves
+        loaded = json.loads(tokenizer.backend_tokenizer.to_str())
+        if tokenizer.get_vocab() != ids or any(loaded[part] != state[part] for part in ("model", "post_processor")):
+            raise UserError(
+                f"a {type(tokenizer).__name__} loads its tokens differently once they are renumbered: its vocabulary "
+                f"cannot be cut, leave vocabulary out"
+            )
+        return tokenizer
+
+    def _essential(self) -> set[str]:
+        """The special and added tokens, those that frame a text, and those that spell any text."""
+        tokenizer, model = self.tokenizer, self._model
+        tokens = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
+        tokens |= {token for token, _, _ in _framing(self._state["post_processor"] or {})}
+        tokens |= {token for token in self.ids if _BYTE.fullmatch(token)}
+        # the characters of ASCII and of Western Europe are also the names of the bytes in a byte-level BPE
+        tokens = tokens.union(*(self._forms.get(character, ()) for character in pre_tokenizers.ByteLevel.alphabet()))
+        if model["type"] == "Unigram":
+            # the score of an unknown character is that of the worst token, less a constant
+            tokens.add(min(model["vocab"], key=lambda entry: entry[1])[0])
+            tokens |= {model["vocab"][model["unk_id"]][0]} if model["unk_id"] is not None else set()
+        return (tokens | {model.get("unk_token")}) & self.ids.keys()
+
+    def _with_parts(self, token: str, kept: set[str]) -> set[str]:
+        """The token with all tokens that must stay where it does, except for those in `kept`."""
+        more, pending = set[str](), [token]
+        while pending:
+            part = pending.pop()
+            if part not in kept and part not in more:
+                more.add(part)
+                pending += self._merged_from.get(part, ())
+                pending += [form for character in self._bare(part) for form in self._forms.get(character, ())]
+        return more
+
+    def _bare(self, token: str) -> str:
+        return token.removeprefix(self._prefix).removesuffix(self._suffix)
+
+    def _merged(self, left: str, right: str) -> str:
+        return left + right.removeprefix(self._prefix)
+
+    def _model_of(self, ids: Mapping[str, int]) -> dict[str, Any]:
+        model = dict(self._model)
+        if model["type"] == "Unigram":
+            model["vocab"] = [[token, score] for token, score in model["vocab"] if token in ids]
+            if model["unk_id"] is not None:
+                model["unk_id"] = ids[self._model["vocab"][model["unk_id"]][0]]
+            return model
+        # in the order of their ids, as the library writes them
+        model["vocab"] = {token: number for token, number in ids.items() if token in model["vocab"]}
+        if model["type"] == "BPE":
+            model["merges"] = [pair for pair in model["merges"] if {*pair, self._merged(*pair)} <= ids.keys()]
+        return model
+
+
+def _framing(processor: Any) -> Iterator[tuple[str, list[Any], int]]:
+    """Yield each token that a post-processor puts around a text, the list that holds its id, and the id's place."""
+    for part in processor.get("processors", ()):
+        yield from _framing(part)
+    for special in processor.get("special_tokens", {}).values():
+        yield from ((token, special["ids"], place) for place, token in enumerate(special["tokens"]))
+    yield from ((processor[name][0], processor[name], 1) for name in ("sep", "cls") if name in processor)

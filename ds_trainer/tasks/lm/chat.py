@@ -6,7 +6,7 @@ answers nothing, and has no labels.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,13 @@ from jinja2 import TemplateError
 
 from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.progress import progress
 from ds_trainer.tasks.data import Chunk
-from ds_trainer.tasks.lm import lm_text
 from ds_trainer.tasks.lm.lm_text import Message
 from ds_trainer.tasks.lm.sequences import Tally
 
 
 class Conversations:
-    """Read the conversations of a task as sequences of tokens, of which some are labelled."""
+    """Turns the conversations of a task into sequences of tokens, of which some are labelled."""
 
     def __init__(self, spec: LmSpec, tokenizer: Any, source: str | Path) -> None:
         self.spec, self.tokenizer = spec, tokenizer
@@ -33,26 +31,25 @@ class Conversations:
             )
         self._marks_turns = bool(re.search(r"{%-?\s*generation\b", tokenizer.get_chat_template()))
 
-    def sequences(self, split: str, tally: Tally) -> Iterator[Chunk]:
+    def sequences(self, tokenised: Iterable[tuple[list[int], list[int]]], tally: Tally) -> Iterator[Chunk]:
         """Yield the columns "input_ids" and "labelled" of one conversation at a time, cut at max_seq_length.
 
         Those that are too short, or have no label, are counted in `tally` and dropped.
         """
-        read = lm_text.documents(self.spec, split, self._tokens, tally.sources)
-        for tokens, labelled in progress(read, "tokenising", "conversation"):
+        for tokens, labelled in tokenised:
             ids, labels = tokens[: self.spec.max_seq_length], labelled[: self.spec.max_seq_length]
             labels[:1] = [0]  # no token precedes it
-            tally.documents += 1
-            tally.split += len(ids) < len(tokens)
+            tally["documents"] += 1
+            tally["split"] += len(ids) < len(tokens)
             if len(ids) < self.spec.min_seq_length:
-                tally.short += 1
+                tally["short"] += 1
             elif not any(labels):
-                tally.unlabelled += 1
+                tally["unlabelled"] += 1
             else:
-                tally.examples += 1
+                tally["examples"] += 1
                 yield {"input_ids": [ids], "labelled": [labels]}
 
-    def _tokens(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+    def tokens(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
         """Return the tokens of a conversation, and 1 for each that belongs to a turn of the assistant, else 0.
 
         The template writes the special tokens, so that the tokenizer adds none.
@@ -72,23 +69,19 @@ class Conversations:
 
     def _turns(self, messages: Sequence[Message], text: str) -> Iterator[tuple[int, int]]:
         """Yield where each turn of the assistant begins and ends in the rendered text, in characters."""
-        mark = "mark the turns in the template ({% generation %} ... {% endgeneration %})"
         for index, message in enumerate(messages):
-            if index and message["role"] == "assistant":
-                prompt = self._render(messages[:index], add_generation_prompt=True)
-                until = self._render(messages[: index + 1])
-                if not until.startswith(prompt):
-                    raise ValueError(
-                        f"the chat template begins an answer in another way than it writes message {index + 1}, so "
-                        f"that the assistant's turns cannot be found: {mark}"
-                    )
-                if not text.startswith(until):
-                    raise ValueError(
-                        f"the chat template writes message {index + 1} in another way where others follow it, so that "
-                        f"the assistant's turns cannot be found: end conversations with their first turn of the "
-                        f"assistant, or {mark}"
-                    )
-                yield len(prompt), len(until.rstrip())  # the model need not write the space between turns
+            if not index or message["role"] != "assistant":
+                continue
+            prompt = self._render(messages[:index], add_generation_prompt=True)
+            until = self._render(messages[: index + 1])
+            if not (until.startswith(prompt) and text.startswith(until)):
+                where = "behind the prompt for an answer" if text.startswith(until) else "where others follow it"
+                raise ValueError(
+                    f"the chat template writes message {index + 1} in another way {where}, so that the assistant's "
+                    f"turns cannot be found: mark the turns in the template ({{% generation %}} ... "
+                    f"{{% endgeneration %}}), or end conversations with their first turn of the assistant"
+                )
+            yield len(prompt), len(until.rstrip())  # the model need not write the space between turns
 
     def _render(self, messages: Sequence[Message], **options: bool) -> str:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))

@@ -8,7 +8,7 @@ computes logits only where there is a loss.
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_trainer.config.task_specs import LmSpec
-from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, check_fits, input_names, load_with_head
+from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, input_names
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
 from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, pack, spread
@@ -27,7 +27,8 @@ from ds_trainer.tasks.lm.chat import Conversations
 from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.masking import TokenMasking, chosen_count, mask_tokens, token_weights
 from ds_trainer.tasks.lm.packing import packed
-from ds_trainer.tasks.lm.sequences import Cutter, Tally, tokenised_documents
+from ds_trainer.tasks.lm.sequences import Cutter, Tally, summary, tokenised_documents
+from ds_trainer.tasks.records import Records
 from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
 
 IGNORED = -100
@@ -62,6 +63,10 @@ class LmTask(Task):
     loss_unit: Unit = "label"
     over_vocabulary: ClassVar[bool] = True
     own_inputs: ClassVar[frozenset[str]] = frozenset({"head_positions"})
+    family = "lm"
+    hashed_fields = ("name", "text_column", "line_by_line", "max_seq_length", "min_seq_length", "max_unknown")
+    hashed_if_set = ("messages_column", "packing")
+    data: ClassVar[Any] = lm_text
 
     def __init__(self, spec: LmSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         self.head = MASKED_LM if spec.name == "mlm" else CAUSAL_LM
@@ -84,9 +89,7 @@ class LmTask(Task):
         A forward over two sequences of four tokens, which differ in the last one, shows whether it is causal; another
         one over a row of two documents whether the second gets the logits that it gets alone.
         """
-        model = load_with_head(folder, self.head)
-        check_fits(model, self.tokenizer, self.spec.max_seq_length)
-        model = take_head_positions(model)
+        model = take_head_positions(super().build_model(folder))
         same, other = self._ordinary[0], self._ordinary[-1]
 
         def logits(ids: list[list[int]], heads: list[int], **inputs: Tensor) -> Tensor:
@@ -141,27 +144,25 @@ class LmTask(Task):
             labels = examples.lengths[ids] - 1
         return super().counts(examples, ids) | {"label": int(labels.sum())}
 
-    def fingerprint(self, split: str) -> str:
-        fields = ("name", "text_column", "line_by_line", "max_seq_length", "min_seq_length", "max_unknown")
-        # without these fields the key is that of earlier versions, whose checkpoints can be resumed
-        added = [name for name in ("messages_column", "packing") if getattr(self.spec, name)]
-        more = [self.tokenizer.get_chat_template()] if self.spec.messages_column else []
-        return self.cache_key("lm", split, lm_text.fingerprint(self.spec, split), (*fields, *added), *more)
+    def source(self, split: str) -> Records[Any]:
+        return lm_text.records(self.spec, split, self._conversations.tokens if self._conversations else lm_text.as_text)
 
-    def origin(self, split: str) -> str:
-        return lm_text.origin(self.spec, split)
+    def hashed_values(self) -> list[Any]:
+        return [self.tokenizer.get_chat_template()] if self.spec.messages_column else []
 
     def tokenised(self, split: str) -> Examples:
-        spec, tally = self.spec, Tally()
+        """Read a split, in one pass over files that may be larger than the memory."""
+        spec, tally, records = self.spec, Tally(), self.source(split)
         columns = {"input_ids": np.int32} | ({"labelled": np.uint8} if spec.messages_column else {})
-        whole = pack(self._sequences(split, tally), columns)
+        documents = progress((row.value for row in records.rows()), "tokenising", records.unit or records.entry)
+        whole = pack(self._sequences(documents, tally), columns)
         kept = np.zeros(len(whole), bool)
         kept[spread(len(whole), self.limit(split))] = True
         is_kept = np.repeat(kept, whole.lengths)
         tokens = {name: flat[is_kept] for name, flat in whole.tokens.items()}
         examples = Examples(np.concatenate([[0], np.cumsum(whole.lengths[kept])]), tokens)
-        counted = tally.told(spec, len(is_kept))
-        if not tally.examples:
+        counted = summary(tally, spec, len(is_kept))
+        if not tally["examples"]:
             way_out = "lower min_seq_length, set line_by_line to false, or use a tokenizer that knows the text"
             if spec.messages_column:
                 way_out = "lower min_seq_length, raise max_seq_length, or see whether a role is called assistant"
@@ -169,8 +170,6 @@ class LmTask(Task):
         if spec.packing:
             examples = packed(examples, spec.max_seq_length)
             counted += f"; the {kept.sum():,} that are used are packed into {len(examples):,} rows"
-        sources, more = tally.sources, len(tally.sources) - 3
-        read = "; ".join([*sources[:3], *([f"{more:,} more files"] if more > 0 else []), counted])
         starts, ids = examples.offsets[:-1], examples.tokens["input_ids"]
         counts = np.bincount(ids, minlength=max(self.tokenizer.get_vocab().values()) + 1)
         is_ordinary = np.isin(np.arange(len(counts)), self._special, invert=True)[ids]
@@ -178,7 +177,9 @@ class LmTask(Task):
         fields = {"ordinary": np.add.reduceat(is_ordinary, starts, dtype=np.int32)}
         if "labelled" in examples.tokens:
             fields["labels"] = np.add.reduceat(examples.tokens["labelled"], starts, dtype=np.int32)
-        return replace(examples, fields=fields, notes=asdict(tally) | {"counts": counts.tolist(), "read": read})
+        return replace(
+            examples, fields=fields, notes={"counts": counts.tolist(), "read": f"{records.summary()}; {counted}"}
+        )
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
         ids = np.asarray(ids, dtype=np.int64)
@@ -242,19 +243,15 @@ class LmTask(Task):
         hits = sum(answer.hits for answer in answers.values())
         return {"perplexity": math.exp(min(loss, _LARGEST_LOSS)), "loss": loss, "accuracy": hits / tokens}
 
-    def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
-        """Return the share of the split's labels for which two models predict the same token."""
-        pairs = [(answers[id].predicted, others[id].predicted) for id in answers]
-        same = sum(a == b for one, other in pairs for a, b in zip(one, other, strict=True))
-        return same / sum(len(one) for one, _ in pairs)
+    def decisions(self, answer: Any) -> Sequence[Any]:
+        return answer.predicted
 
-    def _sequences(self, split: str, tally: Tally) -> Iterator[Chunk]:
+    def _sequences(self, documents: Iterator[Any], tally: Tally) -> Iterator[Chunk]:
         if self._conversations:
-            yield from self._conversations.sequences(split, tally)
+            yield from self._conversations.sequences(documents, tally)
             return
-        texts = progress(lm_text.documents(self.spec, split, told=tally.sources), "tokenising", "document")
-        for documents in tokenised_documents(texts, self.tokenizer):
-            yield {"input_ids": [part for document in documents for part in self._cutter.parts(document, tally)]}
+        for some in tokenised_documents(documents, self.tokenizer):
+            yield {"input_ids": [part for document in some for part in self._cutter.parts(document, tally)]}
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -4,8 +4,8 @@ A long document is cut into parts, each with the special tokens that the tokeniz
 short or mostly unknown is dropped, and counted.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -15,36 +15,22 @@ from ds_trainer.ranks.failures import UserError
 _CHUNK = 512
 
 
-@dataclass
-class Tally:
-    """Count the documents, those that were split, and the parts that became examples, were too short or unknown.
+Tally = Counter[str]
+"""The numbers of "documents", of those that were "split" (conversations are cut), and of the parts that became
+"examples", were too "short", of "unknown" tokens, or "unlabelled". Examples are counted before packing, also those that
+`max_train_samples` or `max_eval_samples` leaves out."""
 
-    Conversations are cut instead of split, and those without a label are counted, too. `examples` are those before
-    packing, also those that `max_train_samples` or `max_eval_samples` leaves out. `sources` says what each file gave.
-    """
 
-    documents: int = 0
-    split: int = 0
-    examples: int = 0
-    short: int = 0
-    unknown: int = 0
-    unlabelled: int = 0
-    sources: list[str] = field(default_factory=list)
-
-    def told(self, spec: LmSpec, tokens: int) -> str:
-        """Return the counts in words, with the number of tokens of the examples."""
-        chat = bool(spec.messages_column)
-        what, cut = ("conversations", "cut at max_seq_length") if chat else ("documents", "split")
-        dropped = f"{self.short:,} parts shorter than min_seq_length ({spec.min_seq_length}) and "
-        dropped += (
-            f"{self.unlabelled:,} without a turn of the assistant"
-            if chat
-            else f"{self.unknown:,} of unknown tokens (max_unknown {spec.max_unknown:g})"
-        )
-        return (
-            f"{self.documents:,} {what} ({self.split:,} {cut}) give {self.examples:,} examples of {tokens:,} tokens; "
-            f"{dropped} are dropped"
-        )
+def summary(tally: Tally, spec: LmSpec, tokens: int) -> str:
+    """Return the counts in words, with the number of tokens of the examples."""
+    documents, cut = "documents", "split"
+    short = f"{tally['short']:,} parts shorter than min_seq_length ({spec.min_seq_length})"
+    dropped = f"{tally['unknown']:,} of unknown tokens (max_unknown {spec.max_unknown:g})"
+    if spec.messages_column:
+        documents, cut = "conversations", "cut at max_seq_length"
+        dropped = f"{tally['unlabelled']:,} without a turn of the assistant"
+    counted = f"{tally['documents']:,} {documents} ({tally['split']:,} {cut}) give {tally['examples']:,} examples"
+    return f"{counted} of {tokens:,} tokens; {short} and {dropped} are dropped"
 
 
 class Cutter:
@@ -71,17 +57,17 @@ class Cutter:
     def parts(self, document: Sequence[int], tally: Tally) -> Iterator[list[int]]:
         """Yield the sequences of one document's tokens, and count them in `tally`."""
         whole = [*document, *self.end]
-        tally.documents += 1
-        tally.split += len(whole) > self.room
+        tally["documents"] += 1
+        tally["split"] += len(whole) > self.room
         for start in range(0, max(1, len(whole)), self.room):
             part = whole[start : start + self.room]
             sequence = [*self.before, *part, *self.after]
             if len(sequence) < max(2, self.spec.min_seq_length):
-                tally.short += 1
+                tally["short"] += 1
             elif self._is_unknown(part):
-                tally.unknown += 1
+                tally["unknown"] += 1
             else:
-                tally.examples += 1
+                tally["examples"] += 1
                 yield sequence
 
     def _is_unknown(self, part: list[int]) -> bool:

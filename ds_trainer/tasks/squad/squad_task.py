@@ -8,6 +8,7 @@ If a span is in several windows, its best score counts. BERT's script takes it o
 context around it, and so drops answers of other windows; later scripts have given up this rule, too.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,21 +17,21 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_trainer.config.task_specs import SquadSpec
-from ds_trainer.models.pretrained import ANSWERER, check_fits, load_with_head
+from ds_trainer.files.messages import listed
+from ds_trainer.models.pretrained import ANSWERER
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, pack, spread
+from ds_trainer.tasks.data import ExampleIds, Examples
+from ds_trainer.tasks.records import Records, Row
 from ds_trainer.tasks.squad import squad_file
 from ds_trainer.tasks.squad.squad_file import Question
 from ds_trainer.tasks.squad.squad_score import Candidate, n_best, score_v1, score_v2, with_probabilities
 from ds_trainer.tasks.squad.squad_windows import SpanPositions, windows
 from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task, check_finite
 
-# the token types are kept even if the model takes none, since a teacher of another family may take them
-_DTYPES = {"input_ids": np.int32, "token_type_ids": np.uint8, "char_start": np.int32, "char_end": np.int32}
-_INPUTS = ("input_ids", "token_type_ids")
+_COLUMNS = {**Task.token_columns, "char_start": np.int32, "char_end": np.int32}
 
 
 class WindowAnswer(NamedTuple):
@@ -66,6 +67,10 @@ class SquadTask(Task):
     spec: SquadSpec
     head = ANSWERER
     logits_of: ClassVar[Literal["example", "token", "position"]] = "token"
+    family = "squad"
+    token_columns = _COLUMNS
+    hashed_fields = ("version_2_with_negative", "max_seq_length", "doc_stride", "max_query_length")
+    data: ClassVar[Any] = squad_file
 
     def __init__(self, spec: SquadSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         if not getattr(tokenizer, "is_fast", False):
@@ -74,49 +79,28 @@ class SquadTask(Task):
                 f"characters of a token: use a model with a tokenizer.json"
             )
         super().__init__(spec, tokenizer, source, cache_dir)
-        self._questions: dict[str, list[Question]] = {}
 
-    def build_model(self, folder: str | Path) -> nn.Module:
-        model: nn.Module = load_with_head(folder, ANSWERER)
-        check_fits(model, self.tokenizer, self.spec.max_seq_length)
-        return model
+    def read(self, split: str) -> tuple[Records[Question], list[Row[Question]]]:
+        records, rows = super().read(split)
+        twice = [id for id, count in Counter(row.value.id for row in rows).items() if count > 1]
+        if twice:
+            raise UserError(f"{records.origin}: several questions have the same id: {listed(twice)}")
+        return records, rows
 
     def questions(self, split: str) -> list[Question]:
         """Return the split's questions, at most its limit. The first call reads the file, on the calling rank alone."""
-        if split not in self._questions:
-            questions = squad_file.questions(self.spec, split)
-            self._questions[split] = [questions[index] for index in spread(len(questions), self.limit(split))]
-        return self._questions[split]
+        return [row.value for row in self.read(split)[1]]
 
-    def fingerprint(self, split: str) -> str:
-        fields = ("version_2_with_negative", "max_seq_length", "doc_stride", "max_query_length")
-        return self.cache_key("squad", split, squad_file.fingerprint(self.spec, split), fields)
-
-    def origin(self, split: str) -> str:
-        return squad_file.origin(self.spec, split)
-
-    def tokenised(self, split: str) -> Examples:
-        questions = self.questions(split)
-        labels: list[SpanPositions] = []
-        owners: list[int] = []
-
-        def chunks() -> Iterator[Chunk]:
-            for chunk in windows(self.tokenizer, self.spec, questions):
-                labels.extend(window.positions for window in chunk)
-                owners.extend(window.question for window in chunk)
-                yield {name: [window.columns[name] for window in chunk] for name in _DTYPES}
-
-        packed = pack(chunks(), _DTYPES)
-        fields = {"labels": np.array(labels, np.int32), "question": np.array(owners, np.int32)}
-        examples = replace(packed, fields=fields)
-        return replace(examples, notes={"read": _summary(questions, examples)})
+    def encode(self, rows: Sequence[Row[Question]]) -> dict[str, Any]:
+        """Return the windows of some questions, with their `SpanPositions` and the indices of their questions."""
+        cut = windows(self.tokenizer, self.spec, rows)
+        fields = {"labels": [window.positions for window in cut], "question": [window.question for window in cut]}
+        columns = {name: [window.columns[name] for window in cut] for name in _COLUMNS}
+        return columns | {name: np.array(values, np.int32) for name, values in fields.items()}
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
-        ids = np.asarray(ids, dtype=np.int64)
-        tokens = {name: examples.tokens[name] for name in _INPUTS}
-        inputs, others = self.padded_inputs(Examples(examples.offsets, tokens), ids)
-        labels = examples.fields["labels"][ids].astype(np.int64)
-        return Batch(inputs, torch.from_numpy(labels), torch.from_numpy(ids), others)
+        tokens = {name: examples.tokens[name] for name in Task.token_columns}
+        return super().collate(replace(examples, tokens=tokens), ids, draw)
 
     def loss(self, out: Any, batch: Batch) -> Tensor:
         """Return the mean of two cross entropies over positions, for the start and for the end of the answer."""
@@ -173,6 +157,17 @@ class SquadTask(Task):
         if self.spec.version_2_with_negative:
             files["null_odds.json"] = {id: verdict.null_odds for id, verdict in verdicts.items()}
         return files
+
+    def description(self, rows: Sequence[Row[Question]], examples: Examples) -> str:
+        """Describe windows and answers: nothing can be learned from an answer that is in no window."""
+        labels = SpanPositions(*examples.fields["labels"].T)
+        without = labels.start == labels.null
+        held = set(examples.fields["question"][~without].tolist())
+        lost = sum(bool(row.value.answers) and row.number not in held for row in rows)
+        return (
+            f"{len(rows):,} questions in {len(examples):,} windows, {int(without.sum()):,} without the answer; "
+            f"{examples.lengths.mean():.1f} tokens on average; the answers of {lost:,} questions are in no window"
+        )
 
     def _verdicts(self, split: str, answers: Mapping[int, WindowAnswer]) -> dict[str, Verdict]:
         """Merge the windows of each question; the verdicts are by question id, in the order of the file."""
@@ -233,15 +228,3 @@ def _candidates(context: str, row: Mapping[str, Any], answer: WindowAnswer) -> I
         text = text.strip()
         if text:
             yield Candidate(text, begin, begin + len(text), *logits)
-
-
-def _summary(questions: Sequence[Question], examples: Examples) -> str:
-    """Describe windows and answers in a line: nothing can be learned from an answer that is in no window."""
-    labels = SpanPositions(*examples.fields["labels"].T)
-    without = labels.start == labels.null
-    held = set(examples.fields["question"][~without].tolist())
-    lost = sum(bool(question.answers) and index not in held for index, question in enumerate(questions))
-    return (
-        f"{len(questions):,} questions in {len(examples):,} windows, {int(without.sum()):,} without the answer; "
-        f"{examples.lengths.mean():.1f} tokens on average; the answers of {lost:,} questions are in no window"
-    )

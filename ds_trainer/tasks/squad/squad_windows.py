@@ -7,7 +7,6 @@ and context are tokenised separately, and joined as the tokenizer joins a pair. 
 
 import unicodedata
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +14,10 @@ import numpy as np
 from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.files.messages import quoted
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.progress import progress
 from ds_trainer.tasks.data import Array
+from ds_trainer.tasks.records import Row
 from ds_trainer.tasks.squad.squad_file import Question
 
-_CHUNK = 1024
 NO_CHARACTER = -1
 """`char_start` and `char_end` of a token that is not part of the context."""
 
@@ -129,23 +127,20 @@ class _PairForm:
         }
 
 
-def windows(tokenizer: Any, spec: SquadSpec, questions: Sequence[Question]) -> Iterator[list[Window]]:
-    """Yield all windows in the order of their questions, in chunks.
+def windows(tokenizer: Any, spec: SquadSpec, rows: Sequence[Row[Question]]) -> list[Window]:
+    """Return all windows in the order of their questions.
 
     It is an error if a long question leaves so little room that the windows of its context would have gaps.
     """
-    form = _PairForm(tokenizer, spec)
-    shown = progress(questions, "tokenising", "question")
-    for begin in range(0, len(questions), _CHUNK):
-        part = list(islice(shown, _CHUNK))
-        contexts = list(dict.fromkeys(question.context for question in part))
-        by_context = dict(zip(contexts, tokenised(tokenizer, contexts), strict=True))
-        texts = tokenised(tokenizer, [question.question for question in part])
-        yield [
-            window
-            for index, (question, tokens) in enumerate(zip(part, texts, strict=True), begin)
-            for window in form.windows_of(index, question, tokens.ids, by_context[question.context])
-        ]
+    form, questions = _PairForm(tokenizer, spec), [row.value for row in rows]
+    contexts = list(dict.fromkeys(question.context for question in questions))
+    by_context = dict(zip(contexts, tokenised(tokenizer, contexts), strict=True))
+    texts = tokenised(tokenizer, [question.question for question in questions])
+    return [
+        window
+        for row, tokens in zip(rows, texts, strict=True)
+        for window in form.windows_of(row.number, row.value, tokens.ids, by_context[row.value.context])
+    ]
 
 
 def tokenised(tokenizer: Any, texts: list[str]) -> list[Tokens]:

@@ -6,6 +6,7 @@ rows depend on the installed versions alone, and not on where these are installe
 """
 
 import ast
+import contextlib
 import gc
 import hashlib
 import importlib.metadata
@@ -19,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 PACKAGES = ("deepspeed", "numpy", "python", "torch", "transformers")
 CLASS_CAP = 4000
@@ -65,10 +65,16 @@ def fingerprint(split: str) -> str:
 
 def _package_texts(package: str) -> Iterator[tuple[str, str]]:
     """Yield (split, text) for at most `CLASS_CAP` distinct texts of a package, its files sorted by their hashes."""
-    root = _root(package)
-    files = ((_hash(path.relative_to(root).as_posix()), path) for path in _source_files(root))
+    if package == "python":
+        root = Path(sysconfig.get_paths()["stdlib"])
+    else:  # this imports nothing, since the package is at the top level
+        root = Path(str(getattr(importlib.util.find_spec(package), "origin", ""))).parent
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED]
+        files += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("test_")]
     seen: set[str] = set()
-    for digest, path in sorted(files):
+    for digest, path in sorted((_hash(path.relative_to(root).as_posix()), path) for path in files):
         split = "validation" if digest[-1] < 256 * VALIDATION_SHARE else "train"
         for text in _first_paragraphs(path):
             if text not in seen:
@@ -78,35 +84,18 @@ def _package_texts(package: str) -> Iterator[tuple[str, str]]:
                 return
 
 
-def _root(package: str) -> Path:
-    if package == "python":
-        return Path(sysconfig.get_paths()["stdlib"])
-    spec: Any = importlib.util.find_spec(package)  # which imports nothing, since the package is at the top level
-    return Path(spec.origin).parent
-
-
-def _source_files(root: Path) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in _SKIPPED]
-        yield from (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("test_"))
-
-
 def _first_paragraphs(path: Path) -> Iterator[str]:
     source = path.read_bytes()
     if b'"""' not in source and b"'''" not in source:
         return
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about invalid escape sequences in their code
-            tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    for node in _documented(tree):
-        # the first paragraph in one line; names of packages are masked, since they would give the answer away
-        paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-        text = _GIVEAWAY.sub("this", paragraph)
-        if len(text.split()) in _WORDS:
-            yield text
+    with warnings.catch_warnings(), contextlib.suppress(SyntaxError, ValueError):
+        warnings.simplefilter("ignore")  # about invalid escape sequences in their code
+        for node in _documented(ast.parse(source)):
+            # the first paragraph in one line; names of packages are masked, since they would give the answer away
+            paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+            text = _GIVEAWAY.sub("this", paragraph)
+            if len(text.split()) in _WORDS:
+                yield text
 
 
 def _documented(node: _Documented) -> Iterator[_Documented]:

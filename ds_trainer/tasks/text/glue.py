@@ -3,17 +3,15 @@
 The module loads neither torch nor numpy.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ds_trainer.config.task_specs import FAMILIES, TextSpec
-from ds_trainer.files.messages import listed, quoted, shown
+from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.tasks.text.docstrings import PACKAGES
 
-REGRESSION_METRICS = ("pearson", "spearman")
-CLASS_METRICS = ("accuracy", "f1", "macro_f1", "matthews")
-SEVERAL_LABELS_METRICS = ("micro_f1", "macro_f1")
+REGRESSION_METRICS: tuple[str, ...] = ("pearson", "spearman")
+CLASS_METRICS: tuple[str, ...] = ("accuracy", "f1", "macro_f1", "matthews")
+SEVERAL_LABELS_METRICS: tuple[str, ...] = ("micro_f1", "macro_f1")
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,6 @@ def is_regression(spec: TextSpec) -> bool:
     return not GLUE[spec.name].labels if spec.name in GLUE else spec.regression
 
 
-def evaluation_splits(spec: TextSpec) -> tuple[str, ...]:
-    """Return the splits to evaluate on: MNLI has two."""
-    return tuple(GLUE[spec.name].evaluation) if spec.name in GLUE else ("validation",)
-
-
 def known_labels(spec: TextSpec) -> tuple[str, ...]:
     """Return the classes in order; none for regression, and none for "text", whose rows decide."""
     if spec.name == "docstrings":
@@ -105,50 +98,22 @@ def positive_class(spec: TextSpec) -> str | None:
     return spec.positive_class or GLUE[spec.name].labels.get("1")
 
 
-def metric_mistakes(spec: TextSpec, multi_label: bool | None) -> list[str]:
-    """Return the metrics that do not suit the task; None: the files decide whether an example has several labels."""
-    allowed: tuple[str, ...] = (
-        REGRESSION_METRICS if is_regression(spec) else SEVERAL_LABELS_METRICS if multi_label else CLASS_METRICS
-    )
-    if multi_label is None and spec.name == "text" and not spec.regression:
+def label_mistakes(spec: TextSpec, multi_label: bool | None) -> list[str]:
+    """Return what does not suit the labels of the task; None: the files decide whether an example has several."""
+    regression = is_regression(spec)
+    allowed = REGRESSION_METRICS if regression else SEVERAL_LABELS_METRICS if multi_label else CLASS_METRICS
+    if multi_label is None and spec.name == "text" and not regression:
         allowed += ("micro_f1",)
-    return [
+    mistakes = [
         f"metrics: {metric!r} does not suit {spec.name}: use {', '.join(allowed)}"
         for metric in spec.metrics or ()
         if metric not in allowed
     ]
-
-
-def setting_mistakes(spec: TextSpec) -> list[str]:
-    """Return every mistake in the spec that shows without reading its files."""
-    if spec.name not in TASK_NAMES:
-        names = (*TASK_NAMES, *(name for entry in FAMILIES.values() for name in entry.names))
-        near = difflib.get_close_matches(spec.name.lower(), names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-        return [f"task name {quoted(spec.name)} is unknown: {hint}"]
-    mistakes = metric_mistakes(spec, spec.multi_label)
-    if spec.multi_label and (spec.name != "text" or spec.regression):
-        mistakes.append(
-            f"multi_label: {'a regression' if is_regression(spec) else spec.name} has no classes to give several of"
-        )
-    if spec.positive_class and (is_regression(spec) or spec.multi_label):
+    if multi_label and (spec.name != "text" or regression):
+        kind = "a regression" if regression else spec.name
+        mistakes.append(f"multi_label: {kind} has no classes to give several of")
+    if spec.positive_class and (regression or multi_label):
         mistakes.append("positive_class: it goes with one class for each example: drop it")
-    if spec.class_weights and is_regression(spec):
+    if spec.class_weights and regression:
         mistakes.append("class_weights: a regression has no classes: drop it")
-    if spec.name != "text":
-        return mistakes
-    kind = "column name" if spec.header else "column number"
-    if not spec.text_columns:
-        mistakes.append(f'the task "text" needs text_columns: one or two {kind}s')
-    if spec.label_column in (None, ""):
-        mistakes.append(f'the task "text" needs label_column: a {kind}')
-    columns = (*(spec.text_columns or ()), spec.label_column)
-    wrong = [column for column in columns if isinstance(column, int if spec.header else str)]
-    if wrong:
-        what = "names" if spec.header else "numbers, from 0"
-        mistakes.append(f"column {listed(wrong)}: header is {shown(spec.header)}, so that columns have {what}")
-    sources = filter(None, (spec.dataset, spec.train_file, spec.validation_file))
-    named = [source for source in sources if not source.lower().endswith((".csv", ".tsv"))]
-    if named and not spec.header:
-        mistakes.append(f"header is false, and the columns of {listed(named)} have names: drop header")
-    return mistakes + spec.source_mistakes()
+    return mistakes

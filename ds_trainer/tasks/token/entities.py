@@ -1,6 +1,6 @@
 """Score tags by `seqeval`, which reads IOB1, IOB2 and IOBES as the script of CoNLL-2000 does.
 
-An entity counts as found if its kind, its first and its last word are all right.
+An entity is predicted rightly if its kind, its first and its last word are all right.
 """
 
 import re
@@ -42,12 +42,12 @@ def score(gold: list[list[str]], predicted: list[list[str]], kinds: Sequence[str
     accuracy = {"accuracy": sum(one == other for one, other in pairs) / len(pairs)}
     if not kinds:
         return accuracy
-    true, found = set(get_entities(gold)), set(get_entities(predicted))  # (kind, first, last)
-    right = true & found
+    true, given = set(get_entities(gold)), set(get_entities(predicted))  # (kind, first, last)
+    right = true & given
 
     def f1(kind: str | None = None) -> float:
-        hits, *sizes = (sum(kind in (None, entity[0]) for entity in some) for some in (right, true, found))
+        hits, *sizes = (sum(kind in (None, entity[0]) for entity in some) for some in (right, true, given))
         return 2 * hits / max(1, sum(sizes))
 
-    shares = {"precision": len(right) / max(1, len(found)), "recall": len(right) / max(1, len(true))}
+    shares = {"precision": len(right) / max(1, len(given)), "recall": len(right) / max(1, len(true))}
     return {"f1": f1()} | shares | accuracy | {f"f1/{kind}": f1(kind) for kind in kinds}

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ds_trainer.config.task_specs import TokenSpec
 from ds_trainer.files.messages import kind_of, listed, quoted
 from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, file_of, find_file, lines, mistakes_of
+from ds_trainer.tasks.records import FileRecords, Record, Records, Row, find_file, table
+from ds_trainer.tasks.table_rows import lines
 
 _DOCUMENT = "-DOCSTART-"
 """The word of the line by which CoNLL-2003 begins a document."""
@@ -24,27 +25,18 @@ _DOCUMENT_ENDS = ("#begin document", "#end document")
 _SEVERAL = re.compile(r"[0-9]+[-.][0-9]+")
 """The number by which CoNLL-U marks a line that is no single word."""
 _FEW_TAGS = 20
-"""So many tags may each occur once in a file."""
+"""This number of tags may each occur once in a file."""
 
 
 class Sentence(NamedTuple):
-    """The words of a sentence with their tags, and the number of its first line, or of its row, in the source."""
+    """The words of a sentence with their tags."""
 
     words: list[str]
     tags: list[str]
-    place: int
-
-
-@dataclass(frozen=True)
-class TokenSplit:
-    """The sentences of a split, and the records that they were read from."""
-
-    sentences: list[Sentence]
-    records: Records
 
 
 @dataclass
-class ConllRecords(FileRecords):
+class ConllRecords(FileRecords[Sentence]):
     """The sentences of a CoNLL file: a line for each word, and blank lines between sentences.
 
     A line with a tab is cut at its tabs, any other at its spaces. All lines have as many fields as the first one that
@@ -54,8 +46,31 @@ class ConllRecords(FileRecords):
 
     word_column: int = 0
     tag_column: int = -1
+    unit = "sentence"
 
-    def fingerprint(self) -> str:
+    def rows(self, most_mistakes: int = 20) -> Iterator[Row[Sentence]]:
+        """Yield the sentences, and check at their end that the columns can be those of the words and of the tags."""
+        words, tags, numbered = dict[str, None](), Counter[str](), True
+        longest = 0
+        for row in super().rows(most_mistakes):
+            yield row
+            single = [word for word in row.value.words if not _SEVERAL.fullmatch(word)]
+            counted = ([str(first + place) for place in range(len(single))] for first in (0, 1))
+            numbered, longest = numbered and single in counted, max(longest, len(single))
+            words.update(dict.fromkeys(row.value.words))
+            tags.update(row.value.tags)
+        way_out = "set word_column and tag_column to the numbers of their columns, from 0 (-1 is the last)"
+        if numbered and longest > 1:
+            raise UserError(f"{self.origin}: column {self.word_column} numbers the words: {way_out}")
+        once = sum(count == 1 for count in tags.values())
+        if len(tags) > len(words) or (len(tags) > _FEW_TAGS and once > 0.9 * len(tags)):
+            raise UserError(
+                f"{self.origin}: tag_column ({self.tag_column}) has {len(tags):,} different tags, of which {once:,} "
+                f"occur once, such as {listed(list(tags)[:3])}, and word_column ({self.word_column}) {len(words):,} "
+                f"different words, such as {listed(list(words)[:3])}: {way_out}"
+            )
+
+    def _source_hash(self) -> str:
         return content_hash(self.path).hex()  # its quotes are words, whatever the file's ending
 
     def _read(self) -> Iterator[tuple[int, Record]]:
@@ -105,37 +120,9 @@ class ConllRecords(FileRecords):
         if len({value % count for value in numbers.values()}) < 2:
             raise UserError(f"{place}: word_column and tag_column name the same of the {count} fields")
 
-    def check_tags(self, sentences: Sequence[Sentence]) -> None:
-        """Raise UserError where one of the columns cannot be that of the words or of the tags."""
-        way_out = "set word_column and tag_column to the numbers of their columns, from 0 (-1 is the last)"
-        counted = [[word for word in sentence.words if not _SEVERAL.fullmatch(word)] for sentence in sentences]
-        if max(map(len, counted)) > 1 and all(
-            words in ([str(first + place) for place in range(len(words))] for first in (0, 1)) for words in counted
-        ):
-            raise UserError(f"{self.origin}: column {self.word_column} numbers the words: {way_out}")
-        tags = Counter(tag for sentence in sentences for tag in sentence.tags)
-        words = list(dict.fromkeys(word for sentence in sentences for word in sentence.words))
-        once = sum(count == 1 for count in tags.values())
-        if len(tags) > len(words) or (len(tags) > _FEW_TAGS and once > 0.9 * len(tags)):
-            raise UserError(
-                f"{self.origin}: tag_column ({self.tag_column}) has {len(tags):,} different tags, of which {once:,} "
-                f"occur once, such as {listed(list(tags)[:3])}, and word_column ({self.word_column}) {len(words):,} "
-                f"different words, such as {listed(words[:3])}: {way_out}"
-            )
-
 
 def _fields(line: str) -> list[str]:
     return [field for part in line.split("\t" if "\t" in line else " ") if (field := part.strip(" "))]
-
-
-def check_data_files(spec: TokenSpec, splits: Sequence[str] | None = None) -> list[str]:
-    """Return every mistake in the settings, and every missing folder, file or column.
-
-    `splits` defaults to training and the evaluation split that is scored. Of each file the first sentence is read.
-    """
-    mistakes = spec.source_mistakes()
-    scored = () if spec.score_held_out else ("validation",)
-    return mistakes or mistakes_of(lambda split: _records(spec, split).check(), splits or ("train", *scored))
 
 
 def training_texts(spec: TokenSpec) -> list[str]:
@@ -143,52 +130,29 @@ def training_texts(spec: TokenSpec) -> list[str]:
 
     A space is before every word, also the first one: byte-level tokenizers have other tokens where there is none.
     """
-    return ["".join(f" {word}" for word in sentence.words) for sentence in read_split(spec, "train").sentences]
+    return ["".join(f" {word}" for word in row.value.words) for row in records(spec, "train").rows()]
 
 
-def read_split(spec: TokenSpec, split: str) -> TokenSplit:
-    """Read the sentences of a split; an error names the file and the line."""
-    records = _records(spec, split)
-    parsed = records.parsed(partial(_words_and_tags, records.columns))
-    sentences = [Sentence(words, tags, number) for number, (words, tags) in parsed]
-    if isinstance(records, ConllRecords):
-        records.check_tags(sentences)
-    return TokenSplit(sentences, records)
+def records(spec: TokenSpec, split: str, known: Sequence[str] = ()) -> Records[Sentence]:
+    """Return the source of a split; without `known` tags any are allowed."""
+    columns, parse = (spec.tokens_column, spec.tags_column), partial(_sentence, known)
+    if spec.name == "token" or spec.dataset:
+        return table(spec, split, columns, parse)
+    path = find_file(spec, split)
+    return ConllRecords(path, columns, parse, word_column=spec.word_column, tag_column=spec.tag_column)
 
 
-def origin(spec: TokenSpec, split: str) -> str:
-    """Return what a message calls the source of a split."""
-    return _records(spec, split).origin
-
-
-def fingerprint(spec: TokenSpec, split: str) -> str:
-    """Return a hash that changes whenever the sentences may have changed, and is the same on every host."""
-    return _records(spec, split).fingerprint()
-
-
-def _records(spec: TokenSpec, split: str) -> Records:
-    columns = (spec.tokens_column, spec.tags_column)
-    if spec.dataset:
-        return HubRecords(spec.dataset, split, columns)
-    path = find_file(spec, split, [file_of(spec, split)])
-    if spec.name == "ner":
-        return ConllRecords(path, columns, word_column=spec.word_column, tag_column=spec.tag_column)
-    return FileRecords(path, columns)
-
-
-def _words_and_tags(columns: Sequence[str], record: Record) -> tuple[list[str], list[str]]:
-    words, tags = (_texts(column, record[column]) for column in columns)
+def _sentence(known: Sequence[str], record: Record) -> Sentence:
+    (words_name, words), (tags_name, tags) = record.items()
+    for name, values in record.items():
+        if not isinstance(values, list):
+            raise ValueError(f"{quoted(name)} is {kind_of(values)}, and must be a list of texts")
+        for place, value in enumerate(values):
+            if not isinstance(value, str) or not value:
+                present = kind_of(value) if value != "" else "empty"
+                raise ValueError(f"{quoted(name)}[{place}] is {present}, and must be text")
     if len(words) != len(tags):
-        raise ValueError(f"{len(words)} words in {quoted(columns[0])}, and {len(tags)} tags in {quoted(columns[1])}")
-    return words, tags
-
-
-def _texts(column: str, values: Any) -> list[str]:
-    """Check the words or the tags of a sentence."""
-    if not isinstance(values, list):
-        raise ValueError(f"{quoted(column)} is {kind_of(values)}, and must be a list of texts")
-    for place, value in enumerate(values):
-        if not isinstance(value, str) or not value:
-            present = kind_of(value) if value != "" else "empty"
-            raise ValueError(f"{quoted(column)}[{place}] is {present}, and must be text")
-    return values
+        raise ValueError(f"{len(words)} words in {quoted(words_name)}, and {len(tags)} tags in {quoted(tags_name)}")
+    if unknown := [tag for tag in tags if known and tag not in known]:
+        raise ValueError(f"unknown tag {unknown[0]!r}: allowed are {listed(known)}")
+    return Sentence(words, tags)

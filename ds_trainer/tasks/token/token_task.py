@@ -1,14 +1,14 @@
 """Token classification: a tag for every word, such as those of named entities.
 
 An example is a window of a sentence: the words beyond `max_seq_length` go into further windows. A word has its loss
-and its answer at its first piece; with `label_all_tokens` all its pieces have a loss. A word of which the tokenizer
-makes no piece is in no window, and its answer is O. `token_data.py` reads the sentences, `entities.py` scores them.
+and its answer at its first piece; with `label_all_tokens` all its pieces have a loss. A word without a piece, such as
+a zero-width space, is in no window, and its answer is O. `token_data.py` reads the sentences, and `entities.py` scores
+them.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,26 +16,26 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_trainer.config.task_specs import TokenSpec
 from ds_trainer.files.messages import listed
 from ds_trainer.models import classifiers
-from ds_trainer.models.pretrained import TOKEN_CLASSIFIER, check_fits
+from ds_trainer.models.pretrained import TOKEN_CLASSIFIER
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.progress import progress
-from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, hash_of, pack, spread
-from ds_trainer.tasks.held_out import HELD_OUT, hashed_fields, part_of, source_split
+from ds_trainer.tasks.data import ExampleIds, Examples
+from ds_trainer.tasks.held_out import source_split
+from ds_trainer.tasks.records import Records, Row
 from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
 from ds_trainer.tasks.token import entities, token_data
 from ds_trainer.tasks.token.entities import OUTSIDE
 from ds_trainer.tasks.token.token_data import Sentence
 
-_DTYPES = {"input_ids": np.int32, "tag": np.int32, "word": np.int32}
+_COLUMNS = {"input_ids": np.int32, "tag": np.int32, "word": np.int32}
 """The columns of tokens. `tag` is 1 + the class of a labelled token. `word` is 1 + the place in the sentence of the
 word that begins here. Elsewhere both are 0."""
 
-_Row = tuple[int, int, int]
+_Token = tuple[int, int, int]
 """A token by these columns."""
 
 
@@ -48,44 +48,28 @@ class TokenTask(Task):
     logits_of: ClassVar[Literal["example", "token", "position"]] = "position"
     loss_unit: Unit = "label"
     logits_unit: Unit = "label"
+    family = "token"
+    token_columns = _COLUMNS
+    hashed_fields = ("name", "tokens_column", "tags_column", "label_all_tokens", "max_seq_length")
+    hashed_if_set = ("word_column", "tag_column")
+    data: ClassVar[Any] = token_data
 
     def __init__(self, spec: TokenSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         super().__init__(spec, tokenizer, source, cache_dir)
-        self.splits = (HELD_OUT,) if spec.score_held_out else ("validation",)
         head = classifiers.trained_head(self.config, TOKEN_CLASSIFIER)
         tags = classifiers.class_names(spec, head, partial(_tags_in, spec))
         self.label_names = classifiers.label_order(tags, head)
         self.kinds = entities.kinds_of(self.label_names)
-        self._sentences: dict[str, list[Sentence]] = {}
-        self._left_out: dict[str, str] = {}
 
-    def build_model(self, folder: str | Path) -> nn.Module:
-        """Load a model with a head for this task's tags, in the order of `label_names`."""
-        model = classifiers.load_model(folder, TOKEN_CLASSIFIER, self.label_names, self.pad_token_id)
-        check_fits(model, self.tokenizer, self.spec.max_seq_length)
-        return model
-
-    def check_trained(self, folder: str | Path) -> None:
-        classifiers.check_trained(folder, TOKEN_CLASSIFIER, self.label_names, self.spec.name)
+    def source(self, split: str) -> Records[Sentence]:
+        return token_data.records(self.spec, source_split(self.spec, split), self.label_names)
 
     def sentences(self, split: str) -> list[Sentence]:
         """Return the split's sentences, at most its limit. The first call reads the file, on the calling rank alone."""
-        if split not in self._sentences:
-            source = token_data.read_split(self.spec, source_split(self.spec, split))
-            self._left_out[split] = source.records.told_of_left_out()
-            sentences = part_of(self.spec, split, source.sentences, source.records.origin)
-            self._sentences[split] = [sentences[index] for index in spread(len(sentences), self.limit(split))]
-        return self._sentences[split]
+        return [row.value for row in self.read(split)[1]]
 
-    def fingerprint(self, split: str) -> str:
-        fields = ["name", "tokens_column", "tags_column", "label_all_tokens", "max_seq_length"]
-        if (self.spec.word_column, self.spec.tag_column) != (0, -1):  # else the key is that of earlier versions
-            fields += ["word_column", "tag_column"]
-        source = token_data.fingerprint(self.spec, source_split(self.spec, split))
-        return self.cache_key("token", split, source, hashed_fields(self.spec, split, fields), self.label_names)
-
-    def origin(self, split: str) -> str:
-        return token_data.origin(self.spec, source_split(self.spec, split))
+    def hashed_values(self) -> list[Any]:
+        return [self.label_names]
 
     def summary(self, split: str) -> str:
         if self.kinds:
@@ -96,28 +80,30 @@ class TokenTask(Task):
             f"I-person: the score is the accuracy of tags alone"
         )
 
-    def held_out_key(self) -> str:
-        if not self.spec.held_out:
-            return ""
-        return hash_of([token_data.fingerprint(self.spec, "train"), self.spec.name, self.spec.held_out])
+    def description(self, rows: Sequence[Row[Sentence]], examples: Examples) -> str:
+        words, tagged = sum(len(row.value.words) for row in rows), int((examples.tokens["word"] > 0).sum())
+        return (
+            f"{words:,} words of {len(rows):,} sentences in {len(examples):,} windows, "
+            f"{examples.lengths.mean():.1f} tokens on average; the tokenizer makes no token of {words - tagged:,} words"
+        )
 
     def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, float]:
         return super().counts(examples, ids) | {"label": int(examples.fields["labels"][ids].sum())}
 
-    def tokenised(self, split: str) -> Examples:
-        sentences = self.sentences(split)
-        owners: list[int] = []
-        packed = pack([_columns(list(self._windows(split, owners)))], _DTYPES)
-        if not owners:
-            raise UserError(f"{self.spec.name} {split}: the tokenizer makes no token of any word")
-        labels = np.add.reduceat(packed.tokens["tag"] > 0, packed.offsets[:-1], dtype=np.int32)
-        words, tagged = sum(len(sentence.words) for sentence in sentences), int((packed.tokens["word"] > 0).sum())
-        read = (
-            f"{words:,} words of {len(sentences):,} sentences in {len(packed):,} windows, "
-            f"{packed.lengths.mean():.1f} tokens on average; the tokenizer makes no token of {words - tagged:,} words"
-        )
-        fields = {"labels": labels, "sentence": np.array(owners, np.int32)}
-        return replace(packed, fields=fields, notes={"read": "; ".join(filter(None, (read, self._left_out[split])))})
+    def encode(self, rows: Sequence[Row[Sentence]]) -> dict[str, Any]:
+        """Return windows; the fields are the number of labelled tokens in each, and the index of its sentence."""
+        windows, owners = list[list[_Token]](), list[int]()
+        pieces_of, before, behind = self._pieces({word for row in rows for word in row.value.words})
+        room = self.spec.max_seq_length - len(before) - len(behind)
+        for row in rows:
+            for window in self._windows(row.value, pieces_of, room):
+                windows.append([*before, *window, *behind])
+                owners.append(row.number)
+        labels = [sum(label > 0 for _, label, _ in window) for window in windows]
+        columns = {
+            name: [[token[place] for token in window] for window in windows] for place, name in enumerate(_COLUMNS)
+        }
+        return columns | {"labels": np.array(labels, np.int32), "sentence": np.array(owners, np.int32)}
 
     def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
         ids = np.asarray(ids, dtype=np.int64)
@@ -150,10 +136,8 @@ class TokenTask(Task):
         gold = [sentence.tags for sentence in self.sentences(split)]
         return entities.score(gold, self._predicted(split, answers), self.kinds)
 
-    def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
-        """Return the share of the split's words to which two models give the same tag."""
-        pairs = [pair for id in answers for pair in zip(answers[id], others[id], strict=True)]
-        return sum(one == other for one, other in pairs) / len(pairs)
+    def decisions(self, answer: Any) -> Sequence[Any]:
+        return answer
 
     def constant_answer(self, split: str, answers: Mapping[int, Any]) -> str | None:
         predicted = {index for classes in answers.values() for index in classes}
@@ -183,30 +167,21 @@ class TokenTask(Task):
                 tags[owner][word - 1] = self.label_names[predicted]
         return tags
 
-    def _windows(self, split: str, owners: list[int]) -> Iterator[list[_Row]]:
-        """Yield the rows of tokens of every window, and append the number of its sentence to `owners`."""
-        sentences, classes = self.sentences(split), {name: index for index, name in enumerate(self.label_names)}
-        pieces_of, before, behind = self._pieces({word for sentence in sentences for word in sentence.words})
-        room = self.spec.max_seq_length - len(before) - len(behind)
-        for owner, sentence in enumerate(progress(sentences, "tokenising", "sentence")):
-            window: list[_Row] = []
-            for place, (word, tag) in enumerate(zip(sentence.words, sentence.tags, strict=True), 1):
-                if tag not in classes:
-                    where = f"{self.origin(split)}, sentence at {sentence.place}"
-                    raise UserError(f"{where}: unknown tag {tag!r}: allowed are {listed(self.label_names)}")
-                pieces = pieces_of[word][:room]
-                if len(window) + len(pieces) > room:
-                    owners.append(owner)
-                    yield [*before, *window, *behind]
-                    window = []
-                label = 1 + classes[tag]
-                window += [(pieces[0], label, place)] if pieces else []
-                window += [(piece, label if self.spec.label_all_tokens else 0, 0) for piece in pieces[1:]]
-            if window:
-                owners.append(owner)
-                yield [*before, *window, *behind]
+    def _windows(self, sentence: Sentence, pieces_of: Mapping[str, list[int]], room: int) -> Iterator[list[_Token]]:
+        """Yield the tokens of a sentence's windows, without the special ones; a window ends before a whole word."""
+        window: list[_Token] = []
+        for place, (word, tag) in enumerate(zip(sentence.words, sentence.tags, strict=True), 1):
+            pieces = pieces_of[word][:room]
+            if len(window) + len(pieces) > room:
+                yield window
+                window = []
+            label = 1 + self.label_names.index(tag)
+            window += [(pieces[0], label, place)] if pieces else []
+            window += [(piece, label if self.spec.label_all_tokens else 0, 0) for piece in pieces[1:]]
+        if window:
+            yield window
 
-    def _pieces(self, words: set[str]) -> tuple[dict[str, list[int]], list[_Row], list[_Row]]:
+    def _pieces(self, words: set[str]) -> tuple[dict[str, list[int]], list[_Token], list[_Token]]:
         """Return the tokens of each word, and the special tokens before and behind a sentence."""
         tokenizer = self.tokenizer
 
@@ -225,15 +200,10 @@ class TokenTask(Task):
         return pieces, before, behind
 
 
-def _columns(windows: Sequence[Sequence[_Row]]) -> Chunk:
-    """Transpose windows of rows of tokens to the columns of `_DTYPES`."""
-    return {name: [[row[place] for row in window] for window in windows] for place, name in enumerate(_DTYPES)}
-
-
 def _tags_in(spec: TokenSpec, split: str) -> tuple[str, ...]:
     """Return the tags of a split's sentences, O first and then sorted."""
-    source = token_data.read_split(spec, split)
-    tags = {tag for sentence in source.sentences for tag in sentence.tags}
+    records = token_data.records(spec, split)
+    tags = {tag for row in records.rows() for tag in row.value.tags}
     if len(tags) < 2:
-        raise UserError(f"{source.records.origin} has the tags {listed(tags) or 'none'}: at least two are needed")
+        raise UserError(f"{records.origin} has the tags {listed(tags) or 'none'}: at least two are needed")
     return tuple(sorted(tags, key=lambda tag: (tag != OUTSIDE, tag)))

@@ -9,16 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.calibrated import CPU, answers_of, calibration
+from support.calibrated import answers_of, calibration
 from support.zeroed import empty, model_of, uneven
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut import cut
+from ds_trainer.models.costs import LayerSeconds, count_decisions, encoder_flops
+from ds_trainer.models.cut import allocation
 from ds_trainer.models.cut.allocation import Curve, Prices, allocate, cheapest_sizes
 from ds_trainer.models.cut.blocks import cut_places
 from ds_trainer.models.cut.cut import cut_model, outline
-from ds_trainer.models.flops import encoder_flops
-from ds_trainer.models.layer_seconds import LayerSeconds, count_decisions
 from ds_trainer.models.layers import layers_of, sizes_of
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks.failures import UserError
@@ -64,7 +63,8 @@ def test_the_choice_is_the_best_of_all_combinations(problem):
 def share_of_weights(model, dense) -> float:
     """How much of the weights in its blocks a model has kept."""
     small, whole = (
-        sum(place.weights for place in cut_places(each, CutSpec(keep=0.5)).values()) for each in (model, dense)
+        sum(linear.weight.numel() for place in cut_places(each, CutSpec(keep=0.5)).values() for linear in place.linears)
+        for each in (model, dense)
     )
     return small / whole
 
@@ -73,7 +73,7 @@ def share_of_weights(model, dense) -> float:
 def test_a_share_of_the_weights_is_kept(family):
     """At most the share, and within a few percent of it; layers differ."""
     dense = model_of(family)
-    small, records = cut_model(copy.deepcopy(dense), GIVEN, CutSpec(keep=0.5), CPU)
+    small, records = cut_model(copy.deepcopy(dense), GIVEN, CutSpec(keep=0.5))
     assert 0.45 < share_of_weights(small, dense) <= 0.5
     assert len({record.kept for record in records}) > 1
     assert answers_of(small, GIVEN.inputs).isfinite().all()
@@ -83,17 +83,17 @@ def test_a_share_of_the_weights_is_kept(family):
 def test_a_target_of_operations_is_met(family, target):
     """FLOPs of the smaller encoder are at most the target, and within a few percent of it."""
     dense = model_of(family)
-    small, _ = cut_model(copy.deepcopy(dense), GIVEN, CutSpec(target_flops=target, cost_tokens=16), CPU)
+    small, _ = cut_model(copy.deepcopy(dense), GIVEN, CutSpec(target_flops=target, cost_tokens=16))
     assert target - 0.06 < encoder_flops(small, 16) / encoder_flops(dense, 16) <= target
 
 
 def test_a_target_of_seconds_is_met(monkeypatch):
     """By the measured table; of an encoder that was cut before, a share of what it takes now."""
-    monkeypatch.setattr(cut, "layer_seconds", lambda *_: SECONDS)
+    monkeypatch.setattr(allocation, "layer_seconds", lambda *_: SECONDS)
     spec = CutSpec(target_latency=0.6)
     whole = model_of("bert")
     for dense in (whole, shrink(empty(copy.deepcopy(whole), uneven(whole)))):
-        small, _ = cut_model(copy.deepcopy(dense), GIVEN, spec if dense is whole else CutSpec(target_latency=0.8), CPU)
+        small, _ = cut_model(copy.deepcopy(dense), GIVEN, spec if dense is whole else CutSpec(target_latency=0.8))
         share = SECONDS.encoder(count_decisions(small)) / SECONDS.encoder(count_decisions(dense))
         target = 0.6 if dense is whole else 0.8
         assert target - 0.05 < share <= target + 1e-9
@@ -102,9 +102,9 @@ def test_a_target_of_seconds_is_met(monkeypatch):
 def test_heads_that_must_stay_stay_and_may_cost_too_much():
     """Three of four in every layer; a target below them, and all that no cut removes, is told from the start."""
     model = model_of("bert")
-    small, _ = cut_model(model, GIVEN, CutSpec(keep=0.6, min_heads=3), CPU)
+    small, _ = cut_model(model, GIVEN, CutSpec(keep=0.6, min_heads=3))
     assert min(sizes_of(small)["heads"]) >= 3
-    for made in (outline, lambda model, spec: cut_model(model, GIVEN, spec, CPU)):
+    for made in (outline, lambda model, spec: cut_model(model, GIVEN, spec)):
         with pytest.raises(UserError, match=r"cost 72\.7% of .* is 0\.3: raise it, or lower min_heads \(now 9\)"):
             made(model_of("bert"), CutSpec(keep=0.3, min_heads=9))
         with pytest.raises(UserError, match=r"FLOPs, and target_flops is 0\.1: raise it$"):
@@ -117,7 +117,7 @@ def test_a_share_that_removes_all_heads_or_all_neurons_is_told(caplog):
     def warnings(**fields):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "ds_trainer"):
-            cut_model(model_of("bert"), GIVEN, CutSpec(**fields), CPU)
+            cut_model(model_of("bert"), GIVEN, CutSpec(**fields))
         return [record.getMessage() for record in caplog.records]
 
     no_heads = "cut: no head remains in any layer: set min_heads, or raise keep (now 0.01)"
@@ -133,7 +133,7 @@ def test_blocks_that_add_nothing_go_wholly():
     first, *_, last = layers_of(model).values()
     for outer in (first.attention.output.dense, last.output.dense):
         outer.weight.mul_(1e-4)
-    small, _ = cut_model(model, GIVEN, CutSpec(keep=0.6), CPU)
+    small, _ = cut_model(model, GIVEN, CutSpec(keep=0.6))
     sizes = sizes_of(small)
     assert sizes["heads"][0] == sizes["neurons"][-1] == 0
     assert min(sizes["heads"][1:]) > 0
@@ -145,20 +145,7 @@ def test_the_model_is_as_before_after_its_sizes_were_chosen(method):
     model = model_of("llama")
     before, spec = copy.deepcopy(model.state_dict()), CutSpec(keep=0.5, method=method)
     places = cut_places(model, spec)
-    prices = Prices({name: place.weights / place.count for name, place in places.items()}, 2000.0, 4000.0)
-    counts = allocate(model, places, prices, GIVEN, spec, CPU)
-    assert sum(prices.each[name] * count for name, count in counts.items()) <= 2000
+    prices = Prices(dict.fromkeys(places, 1.0), 40.0, 84.0)
+    counts = allocate(model, places, prices, GIVEN, spec)
+    assert sum(prices.each[name] * count for name, count in counts.items()) <= 40
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_choosing_by_loss_is_nearer_to_the_dense_model_than_the_same_share_everywhere():
-    """At no more weights, where one layer hardly matters."""
-    model = model_of("bert")
-    with torch.no_grad():
-        for name in ("attention.output.dense", "output.dense"):
-            layers_of(model)["bert.encoder.layer.1"].get_submodule(name).weight.mul_(0.01)
-    dense, distances = answers_of(model, GIVEN.inputs), []
-    for uniform in (False, True):
-        small, _ = cut_model(copy.deepcopy(model), GIVEN, CutSpec(keep=0.5, uniform=uniform), CPU)
-        distances.append(float((answers_of(small, GIVEN.inputs) - dense).square().mean()))
-    assert distances[0] < distances[1] / 2

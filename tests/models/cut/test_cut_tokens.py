@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny_tokenizers import KINDS, SENTENCES, of_class
+from support.tiny_tokenizers import KINDS, SENTENCES
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast, T5Tokenizer
 
-from ds_trainer.models.cut.tokens import Vocabulary
+from ds_trainer.models.cut.vocabulary import Vocabulary
 
 WORDS = " ".join(SENTENCES).split()
 TEXTS = st.lists(
@@ -77,17 +77,6 @@ def test_any_text_is_tokenised_and_decoded(kind: str) -> None:
     holds()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_numbered_in_the_old_order_without_gaps(kind: str) -> None:
-    """And the special tokens keep their roles."""
-    tokenizer, cut, kept = without_others(kind, SENTENCES[:1])
-    order = sorted(kept, key=tokenizer.get_vocab().__getitem__)
-    assert cut.get_vocab() == {token: number for number, token in enumerate(order)}
-    assert len(cut) < len(tokenizer)
-    assert cut.special_tokens_map == tokenizer.special_tokens_map
-    assert cut.get_added_vocab().keys() == tokenizer.get_added_vocab().keys()
-
-
 def test_a_token_of_bpe_stays_with_every_token_that_it_can_be_merged_from() -> None:
     """Two merges give "abc", and the characters beside it decide which of them is used: the parts of both stay."""
     vocabulary = {token: number for number, token in enumerate(["a", "b", "c", "d", "bc", "ab", "abc", "bcd", "cd"])}
@@ -125,17 +114,6 @@ def test_exactly_so_many_tokens_stay(kind: str) -> None:
     for most in (len(wanted), None):
         with pytest.raises(ValueError, match=f"all {len(wanted)} tokens of the tokenizer would stay"):
             vocabulary.select(wanted, [], most)
-
-
-@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "deberta"])
-def test_classes_that_make_their_tokenizer_anew_take_the_smaller_one(name: str) -> None:
-    """They read tokens and merges from the folder, and number the special tokens themselves."""
-    tokenizer = of_class(name)
-    vocabulary = Vocabulary(tokenizer)
-    cut = vocabulary.tokenizer_of(vocabulary.select(tokenizer.tokenize(SENTENCES[0]), []))
-    assert type(cut) is type(tokenizer)
-    assert len(cut) < len(tokenizer)
-    assert tokens_of(cut, SENTENCES[0]) == tokens_of(tokenizer, SENTENCES[0])
 
 
 def test_a_class_that_fixes_the_number_of_a_token_is_refused() -> None:

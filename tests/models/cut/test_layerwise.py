@@ -1,5 +1,6 @@
 """The inputs of linear layers, gathered with one layer at a time, are those of the whole model."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from ds_trainer.config.cut_specs import CutSpec
 from ds_trainer.models.cut.blocks import cut_places, with_grams
-from ds_trainer.models.cut.layerwise import Gram, Layerwise
+from ds_trainer.models.cut.fitting import Fitting, Gram
+from ds_trainer.models.cut.layerwise import Layerwise
 from ds_trainer.models.layers import layers_of
 from ds_trainer.models.shrink import shrink
 
@@ -24,7 +26,7 @@ OTHERS = ("gemma3_text", "cohere", "gpt_bigcode", "roformer", "luke")
 def check(model: Any, given: Any) -> None:
     """Compare the sums of each block with those of plain hooks, where each layer is changed once it was seen."""
     places = cut_places(model, SPEC)
-    for place, gram in with_grams(model, places, given, CPU):
+    for place, gram in with_grams(model, places, given):
         inputs = inputs_seen(model, [place.name], given)[place.name]
         assert gram.tokens == len(inputs) == 15 * len(given.inputs)
         torch.testing.assert_close(gram.sums, inputs.sum(0), rtol=1e-4, atol=1e-4)
@@ -34,15 +36,9 @@ def check(model: Any, given: Any) -> None:
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", chosen([*KIN], (*FAMILIES, *OTHERS).__contains__))
 def test_sums_are_those_of_the_whole_model(family: str) -> None:
     """At attended positions, after every change of an earlier block too; and no module's forward stays replaced."""
-    check(model_of(family), calibration(3))
-
-
-@pytest.mark.parametrize("family", chosen([kin for kin in KIN if kin not in FAMILIES], OTHERS.__contains__))
-def test_sums_are_those_of_every_listed_kind_of_layer(family: str) -> None:
-    """Of models without a head."""
     check(bare_of(family), calibration(3))
 
 
@@ -71,17 +67,6 @@ def test_the_layers_of_a_model_with_emptied_blocks_are_seen() -> None:
         check(cut, calibration(3))
 
 
-def test_several_layers_are_seen_at_once() -> None:
-    """The query's and the feed-forward's inputs in one pass."""
-    model, given = model_of("bert"), calibration(2)
-    names = ["attention.self.query", "intermediate.dense"]
-    layerwise = Layerwise(model, given, CPU)
-    for prefix, layer in zip(layers_of(model), layerwise, strict=True):
-        grams = layerwise.grams({f"{prefix}.{name}": layer.get_submodule(name) for name in names})
-        for name, inputs in inputs_seen(model, grams, given).items():
-            torch.testing.assert_close(grams[name].products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
-
-
 def test_one_layer_at_a_time_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer goes there before the next one does and comes back first; no other parameter of the model moves."""
     model, moves = model_of("bert"), []
@@ -89,7 +74,7 @@ def test_one_layer_at_a_time_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     names = {layer: name for name, layer in layers_of(model).items()}
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, *to: moves.append((names.get(module), *to)) or module)
     monkeypatch.setattr(torch.nn.Module, "cpu", lambda module: moves.append((names.get(module), "back")) or module)
-    list(with_grams(model, cut_places(model, SPEC), calibration(2), there))
+    list(with_grams(model, cut_places(model, SPEC), replace(calibration(2), device=there)))
     assert moves == [(name, where) for name in layers_of(model) for where in (there, "back")]
 
 
@@ -100,46 +85,45 @@ def test_padding_does_not_count_where_a_model_flattens_its_tokens() -> None:
         transformers.OPTModel(transformers.OPTConfig(**config, word_embed_proj_dim=16)).eval(),
         calibration(3),
     )
-    layerwise = Layerwise(model, given, CPU)
+    layerwise = Layerwise(model, given)
     for prefix, layer in zip(layers_of(model), layerwise, strict=True):
         linears = {f"{prefix}.{name}": layer.get_submodule(name) for name in ("self_attn.q_proj", "fc1", "fc2")}
-        grams = layerwise.grams(linears)
+        grams = {name: layerwise.gram(name, linear) for name, linear in linears.items()}
         assert {gram.tokens for gram in grams.values()} == {45}
         for name, inputs in inputs_seen(model, grams, given).items():
             torch.testing.assert_close(grams[name].products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
 
 
-def gram_of(*batches: Tensor) -> Gram:
+def fitting(*batches: Tensor, bias: bool, damping: float = 0.0) -> Fitting:
     gram = Gram(batches[0].shape[1], CPU)
     for batch in batches:
         gram.add(batch)
-    return gram.over_ranks()
+    return Fitting(torch.nn.Linear(batches[0].shape[1], 2, bias), gram, damping)
 
 
 def test_moments_are_those_of_all_tokens() -> None:
-    """Second moments and covariance, over batches of different sizes and one without tokens; damping on top."""
+    """Second moments, or the covariance where a bias is fitted too, over batches of different sizes, one of them empty.
+
+    Damping comes on top, as a share of the mean diagonal; the mean squares are those without it.
+    """
     batches = [torch.randn(rows, 6) + torch.arange(6) for rows in (5, 1, 0, 30)]
-    gram, inputs = gram_of(*batches), torch.cat(batches).double()
+    inputs = torch.cat(batches).double()
     moments, covariance = inputs.T @ inputs / 36, inputs.T.cov(correction=0)
-    torch.testing.assert_close(gram.second_moments(False, 0.0)[0], moments, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gram.second_moments(True, 0.0)[0], covariance, rtol=1e-5, atol=1e-5)
-    damping = 0.1 * covariance.diagonal().mean() * torch.eye(6)
-    torch.testing.assert_close(gram.second_moments(True, 0.1)[0], covariance + damping, rtol=1e-5, atol=1e-5)
+    for bias, expected in ((False, moments), (True, covariance)):
+        torch.testing.assert_close(fitting(*batches, bias=bias).damped, expected, rtol=1e-5, atol=1e-5)
+        damped = fitting(*batches, bias=bias, damping=0.1)
+        damping = 0.1 * expected.diagonal().mean() * torch.eye(6)
+        torch.testing.assert_close(damped.damped, expected + damping, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(damped.squares, moments.diagonal(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_small_variance_beside_a_large_mean_is_not_rounded_away() -> None:
     """Inputs of 1,000 +- 0.01, whose squares differ by less than fp32 can tell, and constants: the latter vary by 0."""
     inputs = 1000 + 0.01 * torch.randn(4000, 3)
     inputs[:, 2] = 1000.1
-    moments, damping = gram_of(*inputs.split(500)).second_moments(True, 0.0)
-    covariance = moments - damping.diag()
+    damped = fitting(*inputs.split(500), bias=True).damped
     expected = inputs.double().T.cov(correction=0)
-    torch.testing.assert_close(covariance, expected, rtol=1e-3, atol=1e-7)
-    assert torch.linalg.eigvalsh(covariance).min() > -1e-8
-
-
-def test_moments_of_nothing_but_constants_can_be_inverted() -> None:
-    """Layers whose inputs are all zero, or all the same for every token."""
-    for value in (0.0, 3.5):
-        damped = gram_of(torch.full((9, 4), value)).second_moments(True, 0.01)[0]
-        assert torch.linalg.inv(damped).isfinite().all()
+    torch.testing.assert_close(damped, expected, rtol=1e-3, atol=2e-6)
+    for value in (0.0, 3.5):  # and the moments of nothing but constants have an inverse
+        constant = fitting(torch.full((9, 4), value), bias=True, damping=0.01)
+        assert torch.linalg.inv(constant.damped).isfinite().all()

@@ -86,13 +86,3 @@ def test_the_values_on_a_mask_are_those_of_least_squares(layer):
         best[row, kept] = torch.linalg.solve(covariance[kept][:, kept], covariance[kept] @ weight[row])
     assert output_error(weight, covariance, fitted) <= (1 + 1e-4) * output_error(weight, covariance, best)
     assert torch.allclose(fitted, best, atol=0.02)
-
-
-def test_inputs_that_never_vary_are_removed_first():
-    """Weights of inputs whose variance is the damping alone are not kept, however large they are."""
-    weight = torch.full((4, 8), 0.1, dtype=torch.float64)
-    weight[:, ::2] = 3.0
-    variances = torch.ones(8, dtype=torch.float64)
-    variances[::2] = 1e-6
-    mask, _ = admm_mask(weight, variances.diag(), 0.5, WEIGHTS)
-    assert not mask[:, ::2].any()

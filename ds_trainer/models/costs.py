@@ -1,4 +1,9 @@
-"""What a layer costs in seconds on this device: whole, and for each head and neuron."""
+"""What a model's layers cost: floating-point operations by arithmetic, and seconds that are measured on this device.
+
+Operations are two for each multiply-add of a forward's products, as papers count them: the linear layers, the
+attention's two products over all pairs of tokens, and DeBERTa's products with relative positions; no elementwise
+operations, embeddings or heads. For a family whose blocks are unknown only the linear layers are counted.
+"""
 
 import copy
 import statistics
@@ -8,14 +13,73 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.models.layers import FIELD, SIZES_OF, blocks_of, decisions_of, layers_of
-from ds_trainer.models.shrunk_model import shrunk_class
+from ds_trainer.models.layers import (
+    FIELD,
+    SIZES_OF,
+    Block,
+    blocks_of,
+    decisions_of,
+    in_features,
+    is_emptied,
+    layers_of,
+    shrunk_class,
+)
 from ds_trainer.ranks.timing import seconds
 
 _ROUNDS = 15
 _LEAST = 0.01
 """All decisions of a block are taken to cost at least this share of a layer's time: measurements are noisy."""
+
+
+def encoder_flops(model: Any, tokens: int) -> int:
+    """Count the operations of all layers for one example of this many tokens.
+
+    It is a batch by itself: DeBERTa's projections of positions, which a batch shares, are counted whole.
+    """
+    return sum(layer_flops(layer, tokens) for layer in layers_of(model).values())
+
+
+def decision_flops(block: Block, layer: nn.Module, config: Any, tokens: int) -> float:
+    """Count the operations of one head (group that shares a key and a value) or neuron of a block, for one example."""
+    linears: list[Any] = [layer.get_submodule(name) for name in (*block.inner, block.outer)]
+    weights = sum(linear.weight.numel() for linear in linears)
+    return (2 * tokens * weights + _attention_flops(block, layer, tokens)) / decisions_of(block, layer, config)
+
+
+def layer_flops(layer: nn.Module, tokens: int) -> int:
+    """Count the operations of one layer for one example of this many tokens."""
+    linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    # DeBERTa's projections of relative positions do not run over tokens
+    positions = ("pos_key_proj", "pos_query_proj")
+    weights = sum(linear.weight.numel() for name, linear in linears.items() if not name.endswith(positions))
+    products = sum(_attention_flops(block, layer, tokens) for block in blocks_of(layer))
+    disentangled = [module for module in layer.modules() if hasattr(module, "pos_att_type")]
+    return 2 * tokens * weights + products + sum(_disentangled_flops(module, tokens) for module in disentangled)
+
+
+def _attention_flops(block: Block, layer: nn.Module, tokens: int) -> int:
+    """Count queries times keys, and attention weights times values."""
+    if block.kind != "attention" or is_emptied(layer.get_submodule(block.core)):
+        return 0
+    return 4 * tokens**2 * in_features(layer.get_submodule(block.outer))
+
+
+def _disentangled_flops(core: Any, tokens: int) -> int:
+    """Count DeBERTa's attention (arXiv 2006.03654): tokens times tokens, and times projected relative positions."""
+    width = core.all_head_size
+    products = 4 * tokens**2 * width
+    if not core.relative_attention:
+        return products
+    names = {"c2p": "key_proj", "p2c": "query_proj"}
+    used = [name for kind, name in names.items() if kind in core.pos_att_type]
+    # with shared projections the library computes both, whether used or not
+    projections = [*names.values()] if core.share_att_key else [f"pos_{name}" for name in used]
+    weights = sum(core.get_submodule(name).weight.numel() for name in projections)
+    positions = 2 * core.pos_ebd_size
+    return products + 2 * positions * (tokens * width * len(used) + weights)
 
 
 @dataclass(frozen=True)

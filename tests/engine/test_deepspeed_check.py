@@ -1,0 +1,173 @@
+"""What only DeepSpeed's engine refuses, and a schedule that undoes the groups' rates, end a run before it writes.
+
+As a script, this file checks engine files on one rank: `test_deepspeed_check.py [[FILE, RATES], ...] OUT` writes, for
+each, the error that it is refused by, or null; then what the engine of training raises for the first of them, and what
+the checks have left behind.
+"""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support.launching import run_deepspeed
+
+from ds_trainer.config.recipe import Phase
+from ds_trainer.engine.engine_file import check_engine_file, resolve_engine_file
+from ds_trainer.files.run_folder import RunFolder
+
+
+def zero(stage, **keys):
+    return {"zero_optimization": {"stage": stage} | keys}
+
+
+def half(precision, **keys):
+    return {precision: {"enabled": True} | keys}
+
+
+def schedule(kind, **params):
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+AUTOCAST = half("torch_autocast", dtype="bfloat16")
+TWO = [1e-5, 1e-2]
+FLAT = "sets one rate on parameter groups with different ones (1e-05, 0.01)"
+REFUSED = {
+    "max_grad_norm": ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "gradient_clipping"),
+    "optimizer type": ({"optimizer": {"type": "AdanW"}}, "AdanW"),
+    "optimizer params": ({"optimizer": {"type": "AdamW", "params": {"weigth_decay": 0.1}}}, "weigth_decay"),
+    "scheduler params": (schedule("WarmupLR", warmup_steps=5), "warmup_steps"),
+    "untested optimizer": ({"optimizer": {"type": "SGD"}} | zero(1), "zero_allow_untested_optimizer"),
+    "one group": ({"optimizer": {"type": "LBFGS"}}, "parameter groups"),
+    "fixed scale": ({"optimizer": {"type": "Lamb"}} | half("fp16", loss_scale=8), "requires dynamic loss scaling"),
+    "no package": ({"wandb": {"enabled": True}}, "wandb"),
+    "no total": (schedule("WarmupDecayLR"), "total_num_steps"),
+    "sums": (ADAMW | zero(3) | {"gradient_allreduce_op": "SUM"}, "ZeRO stage 3"),
+    "autocast's type": (half("torch_autocast", dtype="bf17"), "bf17"),
+    "bf16 masters": (zero(2) | half("bf16", bf16_master_weights_and_grads=True), "requires ZeRO-2 Offload"),
+    "grad_accum_dtype": (ADAMW | {"data_types": {"grad_accum_dtype": "fp32"}} | half("bf16"), "grad_accum_dtype"),
+    "ratio": (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ZeRO Stage 3"),
+    "norm and clipping": (zero(1, compute_grad_norm=False), "requires gradient_clipping=0"),
+    "quantized": (AUTOCAST | zero(3, zero_quantized_weights=True), "torch autocast and zero quantized weights"),
+    "safe modules": (half("torch_autocast", lower_precision_safe_modules=["torch.nn.Lin"]), "torch.nn.Lin"),
+    "one rate": (schedule("WarmupLR", warmup_max_lr="auto"), FLAT),
+    "one rate by default": (schedule("WarmupDecayLR", total_num_steps=10), FLAT),
+    "one rate of a cycle": (schedule("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-3), FLAT),
+    "one rate in a test": (schedule("LRRangeTest"), FLAT),
+    "too few rates": (schedule("WarmupLR", warmup_max_lr=[1e-5]), "expected 2"),
+}
+"""Files in which the check of the text sees no mistake, and what is said of them, for parameter groups of two rates."""
+CYCLE = {"cycle_min_lr": [1e-5, 1e-3], "cycle_max_lr": [1e-4, 1e-2]}
+GOOD = {
+    "empty": {},
+    "rates by group": schedule("OneCycle", **CYCLE),
+    "rates of the groups": schedule("WarmupLR"),
+    "factors": schedule("WarmupCosineLR", total_num_steps=10),
+    "Muon": {"optimizer": {"type": "Muon"}} | zero(1),
+    "stage 3": zero(3, leaf_module={"classes": ["BertLayer"]}, sub_group_size="auto") | half("bf16"),
+    "autocast": AUTOCAST | zero(2) | {"disable_python_gc": True, "comms_logger": {"enabled": True}},
+    "monitors": {name: {"enabled": True} for name in ("csv_monitor", "tensorboard")},
+}
+ONE_RATE = {"one rate, groups of one": schedule("WarmupLR", warmup_max_lr="auto")}
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """The refusals by the case's name, what the engine of training raises, and the folder for monitors."""
+    folder = tmp_path_factory.mktemp("checked")
+    files = {name: config for name, (config, _) in REFUSED.items()} | copy.deepcopy(GOOD) | ONE_RATE
+    for block in files["monitors"].values():
+        block["output_path"] = str(folder / "monitored")
+    phase = Phase(max_steps=1)
+    assert not [mistake for config in files.values() for mistake in check_engine_file(config, phase, 1)]
+    cases = [
+        [resolve_engine_file(config, phase, 1, hidden_size=8), [0.1] * 2 if name in ONE_RATE else TWO]
+        for name, config in files.items()
+    ]
+    done = run_deepspeed(1, "tests/engine/test_deepspeed_check.py", json.dumps(cases), str(folder / "out.json"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((folder / "out.json").read_text())
+    return dict(zip(files, results["refusals"], strict=True)), results, folder, done
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_engine_refuses_is_refused_before(name, checked):
+    """The error names the engine file and has DeepSpeed's words, or those on the rates."""
+    refusal, words = checked[0][name], REFUSED[name][1]
+    assert words in refusal
+    assert refusal.startswith("DeepSpeed refuses the engine file (--deepspeed_config): ") or words == FLAT
+
+
+def test_files_that_train_are_not_refused(checked):
+    """Neither are modules that the stand-in does not have, nor one rate for groups that all have it."""
+    assert {name: checked[0][name] for name in GOOD | ONE_RATE} == dict.fromkeys(GOOD | ONE_RATE)
+
+
+def test_a_check_leaves_nothing_behind(checked):
+    """No monitor writes, nothing is printed, and neither autocast nor ZeRO's linear function stays switched on.
+
+    An error of the engine of training that the check did not have may be a bug, and keeps its type and traceback.
+    """
+    _, results, folder, done = checked
+    assert not (folder / "monitored").exists()
+    assert (results["autocast"], results["linear"], results["training"]) == (False, True, "ValueError")
+    assert "WARNING" not in done.stderr
+    assert "Comm. Op" not in done.stdout
+
+
+def test_a_refused_file_leaves_the_old_run(server, tiny_recipe, write_json, tmp_path):
+    """With --overwrite_output_dir too: what DeepSpeed refuses ends the run before the old one is deleted."""
+    output = tmp_path / "out"
+    RunFolder(output).write_json("results.json", {"old": "run"})
+    recipe = write_json("recipe.json", tiny_recipe)
+    engine = write_json("engine.json", {"optimizer": {"type": "SGD"}} | zero(1))
+    run = server.run(1, output, "--recipe", recipe, "--overwrite_output_dir", engine=engine)
+    assert run.codes() == [2]
+    assert "zero_allow_untested_optimizer" in run.text
+    assert "Traceback" not in run.text
+    assert json.loads((output / "results.json").read_text()) == {"old": "run"}
+
+
+def main(cases: list[list], out: Path) -> None:
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime import torch_autocast
+
+    from ds_trainer.engine.deepspeed_check import check_with_deepspeed
+    from ds_trainer.engine.engine import start_engine
+    from ds_trainer.engine.optim import Hyperparameters, parameter_groups
+    from ds_trainer.ranks import distributed
+    from ds_trainer.ranks.failures import UserError
+
+    base = Hyperparameters(0.1)
+
+    def refusal(config: dict, rates: list[float]) -> str | None:
+        try:
+            check_with_deepspeed(config, base, rates)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def error_of_training(config: dict) -> str:
+        net = torch.nn.Linear(2, 2)
+        try:
+            start_engine(net, parameter_groups(net, [], [], base), config, base, lambda step: 1.0)
+        except Exception as error:  # noqa: BLE001 - its type is what the test is about
+            return type(error).__name__
+        return "started"
+
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch computes it
+    distributed.start()
+    linear = torch.nn.functional.linear
+    results = {"refusals": [refusal(*case) for case in cases], "training": error_of_training(cases[0][0])}
+    results["autocast"] = torch_autocast.is_autocast_initialized()
+    results["linear"] = torch.nn.functional.linear is linear
+    out.write_text(json.dumps(results))
+    distributed.stop()
+    distributed.leave(0)  # as a run does: threads of gloo can abort Python's own end
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[-2]), Path(sys.argv[-1]))
