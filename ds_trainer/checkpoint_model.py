@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ds_trainer.config.jobs import DTYPES
-from ds_trainer.config.recipe import Techniques
 from ds_trainer.config.saved_checkpoint import SavedCheckpoint
 from ds_trainer.config.schedules import steps_of
+from ds_trainer.config.technique_specs import Techniques
 from ds_trainer.config.trust import trust_in_force
 from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.engine.saved_states import weights_of

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from ds_trainer.config.jobs import TrainJob
-from ds_trainer.config.recipe import Phase, Techniques, task_of
+from ds_trainer.config.recipe import Phase, task_of
 from ds_trainer.config.schedules import interval, lr_multiplier, steps_of
+from ds_trainer.config.technique_specs import Techniques
 from ds_trainer.engine.checkpoint import PARAMETER_GROUPS, TRAINING_DATA, Best, Checkpoint, Checkpoints, check_fits
 from ds_trainer.engine.engine_file import resolve_engine_file, settled_numbers, settled_schedule
 from ds_trainer.engine.keys import precision_of

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.config.recipe import Phase, Recipe, Techniques, TokenizerSpec, task_of
+from ds_trainer.config.recipe import Phase, Recipe, TokenizerSpec, task_of
+from ds_trainer.config.technique_specs import Techniques
 from ds_trainer.files.checkpoint_files import MARKER
 from ds_trainer.files.reading import content_hash, folder_hash
 from ds_trainer.files.writing import write_json

@@ -32,7 +32,7 @@ from ds_trainer.config.task_specs import (
     family,
     greater_is_better,
 )
-from ds_trainer.config.technique_specs import DistillSpec, PruneSpec, StudentSpec, Techniques, loss_weights  # noqa: F401
+from ds_trainer.config.technique_specs import StudentSpec, Techniques, loss_weights
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
 from ds_trainer.ranks.failures import UserError

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from ds_trainer.config.recipe import StudentSpec
+from ds_trainer.config.technique_specs import StudentSpec
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.models.folders import create_folder, save_folder
 from ds_trainer.models.layers import FIELD, build_like, encoder_layers, shapes_like

@@ -305,7 +305,9 @@ class Task(ABC):
 
     def summary(self, split: str) -> str:
         """Return the line that rank 0 logs when it first uses a split, also where the examples come from the cache."""
-        return f"{self.spec.name} {split}: {self.source(split).origin}: {self.examples(split).notes['read']}"
+        examples = self.examples(split)
+        read = examples.notes.get("read", f"{len(examples):,} examples")  # caches of older versions have no such note
+        return f"{self.spec.name} {split}: {self.source(split).origin}: {read}"
 
     def description(self, rows: Sequence[Row[Any]], examples: Examples) -> str:
         """Say in words which examples the rows of a split became."""

@@ -17,7 +17,7 @@ import torch
 from figures import SHARED, Figure, is_quick, ratio, report, use_threads
 
 from ds_trainer.config.exit_specs import ExitPolicy
-from ds_trainer.config.recipe import TextSpec
+from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.data import spread
 from ds_trainer.tasks.registry import build_task

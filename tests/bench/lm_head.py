@@ -18,8 +18,8 @@ from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
-from ds_trainer.config.recipe import DistillSpec
 from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.config.technique_specs import DistillSpec
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.objective import Objective
 from ds_trainer.ranks import distributed

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from figures import ROOT, SHARED, Figure, bert_shape, is_quick, ratio, report, use_threads
 
 from ds_trainer.config.jobs import TrainJob
-from ds_trainer.config.recipe import TextSpec, parse_recipe
+from ds_trainer.config.recipe import parse_recipe
+from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.engine import engine
 from ds_trainer.engine.engine_file import read_engine_file
 from ds_trainer.engine.numerics import StepWatch

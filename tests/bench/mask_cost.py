@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from figures import Figure, bert_shape, ratio, report, use_threads
 
-from ds_trainer.config.recipe import PruneSpec
+from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters, parameter_groups
 from ds_trainer.ranks import distributed

@@ -21,7 +21,7 @@ from typing import Any
 from figures import ROOT, Figure, is_quick, report
 from support.forked_ranks import ForkServer
 
-from ds_trainer.config.recipe import TextSpec
+from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.tasks.registry import training_texts
 from ds_trainer.tasks.text import docstrings
 

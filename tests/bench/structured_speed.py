@@ -22,7 +22,7 @@ from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from mask_cost import Run
 from transformers import BertConfig, PreTrainedModel
 
-from ds_trainer.config.recipe import PruneSpec
+from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.deploy.latency import in_turns
 from ds_trainer.deploy.onnx_file import outputs, session, write_onnx
 from ds_trainer.models.costs import encoder_flops

@@ -11,7 +11,7 @@ import tempfile
 
 from figures import SHARED, Figure, ratio, report, use_threads
 
-from ds_trainer.config.recipe import TextSpec
+from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.ranks import distributed
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ds_trainer.config.recipe import PruneSpec, parse_recipe
+from ds_trainer.config.prune_specs import PruneSpec
+from ds_trainer.config.recipe import parse_recipe
 
 HYBRID = {"attention": "head", "feed_forward": "neuron"}
 

@@ -25,7 +25,7 @@ from support.zeroed import (
 )
 
 import ds_trainer
-from ds_trainer.config.recipe import StudentSpec
+from ds_trainer.config.technique_specs import StudentSpec
 from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import count_weights, encoder_linears, is_emptied, sizes_of

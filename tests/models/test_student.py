@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ds_trainer.config.recipe import StudentSpec
+from ds_trainer.config.technique_specs import StudentSpec
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.student import create_student

@@ -11,8 +11,8 @@ from support.exit_models import randomise
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
 from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.config.recipe import TextSpec, parse_recipe
-from ds_trainer.config.task_specs import TokenSpec
+from ds_trainer.config.recipe import parse_recipe
+from ds_trainer.config.task_specs import TextSpec, TokenSpec
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.phase import PhasePlan

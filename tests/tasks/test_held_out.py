@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from ds_trainer.config.recipe import TextSpec, parse_task
+from ds_trainer.config.recipe import parse_task
+from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.tasks.data import Examples
 from ds_trainer.tasks.held_out import held_out_and_rest

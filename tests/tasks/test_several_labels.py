@@ -14,7 +14,9 @@ import torch
 from support.csv_files import SENTENCES
 from transformers import BertConfig, BertForSequenceClassification, pipeline
 
-from ds_trainer.config.recipe import DistillSpec, ExitsSpec, TextSpec
+from ds_trainer.config.exit_specs import ExitsSpec
+from ds_trainer.config.task_specs import TextSpec
+from ds_trainer.config.technique_specs import DistillSpec
 from ds_trainer.deploy.export import save_folded
 from ds_trainer.deploy.onnx_file import predictor, session, write_onnx
 from ds_trainer.models.folders import train_tokenizer

@@ -23,7 +23,7 @@ from transformers import (
     RobertaModel,
 )
 
-from ds_trainer.config.recipe import TextSpec
+from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.loop import micro_batches
 from ds_trainer.models.classifiers import label_order
 from ds_trainer.models.folders import train_tokenizer

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, DistilBertConfig
 
-from ds_trainer.config.recipe import DistillSpec, TextSpec, parse_recipe
+from ds_trainer.config.recipe import parse_recipe
+from ds_trainer.config.task_specs import TextSpec
+from ds_trainer.config.technique_specs import DistillSpec
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.phase import PhasePlan

@@ -16,7 +16,8 @@ from transformers import (
     GPT2Config,
 )
 
-from ds_trainer.config.recipe import DistillSpec, parse_task
+from ds_trainer.config.recipe import parse_task
+from ds_trainer.config.technique_specs import DistillSpec
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.ranks import progress
 from ds_trainer.tasks.divergences import TopK

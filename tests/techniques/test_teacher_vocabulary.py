@@ -11,8 +11,9 @@ from support.zeroed import FAMILIES, randomised
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from ds_trainer.config.cut_specs import VocabularySpec
-from ds_trainer.config.recipe import DistillSpec, parse_task
+from ds_trainer.config.recipe import parse_task
 from ds_trainer.config.task_specs import TextSpec
+from ds_trainer.config.technique_specs import DistillSpec
 from ds_trainer.models.folders import save_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward

@@ -24,7 +24,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.recipe import DistillSpec, GroupRule
+from ds_trainer.config.recipe import GroupRule
+from ds_trainer.config.technique_specs import DistillSpec
 from ds_trainer.models.pretrained import load_config, load_tokenizer
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_trainer.config.jobs import DTYPES
-from ds_trainer.config.recipe import DistillSpec
+from ds_trainer.config.technique_specs import DistillSpec
 from ds_trainer.files.messages import listed
 from ds_trainer.models.pretrained import load_config
 from ds_trainer.ranks.failures import UserError

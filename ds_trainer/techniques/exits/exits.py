@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.exit_specs import SavedExits, aim_mistakes, policy_of
-from ds_trainer.config.recipe import ExitsSpec, GroupRule
+from ds_trainer.config.exit_specs import ExitsSpec, SavedExits, aim_mistakes, policy_of
+from ds_trainer.config.recipe import GroupRule
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes

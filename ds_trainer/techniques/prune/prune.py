@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.recipe import GroupRule, PruneSpec
+from ds_trainer.config.prune_specs import PruneSpec
+from ds_trainer.config.recipe import GroupRule
 from ds_trainer.config.schedules import Schedule, steps_of
 from ds_trainer.models.layers import in_features, swap
 from ds_trainer.ranks import distributed
