@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_trainer.cli.api import cut, evaluate, load_model, shrink, train
-    from ds_trainer.config.recipe import Recipe
     from ds_trainer.ranks.failures import StoppedError, UserError
+    from ds_trainer.recipe.recipe import Recipe
     from ds_trainer.tasks.task import Task
     from ds_trainer.techniques.technique import Technique
 
 __version__ = "0.2.0"
 __all__ = ["Recipe", "StoppedError", "Task", "Technique", "UserError"]
 __all__ += ["cut", "evaluate", "load_model", "shrink", "train"]
-_MODULES = dict.fromkeys(__all__, "ds_trainer.cli.api") | {"Recipe": "ds_trainer.config.recipe"}
+_MODULES = dict.fromkeys(__all__, "ds_trainer.cli.api") | {"Recipe": "ds_trainer.recipe.recipe"}
 _MODULES |= dict.fromkeys(("StoppedError", "UserError"), "ds_trainer.ranks.failures")
 _MODULES |= {"Task": "ds_trainer.tasks.task", "Technique": "ds_trainer.techniques.technique"}
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ds_trainer import Task, Technique
-from ds_trainer.config.fields import Strict
+from ds_trainer.recipe.fields import Strict
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.technique import PhaseLength
 

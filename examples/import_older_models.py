@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from ds_trainer.config.exit_specs import ExitsSpec, SavedExits, policy_of
 from ds_trainer.files.run_folder import TOKENIZER_FILES
 from ds_trainer.models.folders import save_folder
 from ds_trainer.models.layers import encoder_linears
 from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, check_fits, load_tokenizer
+from ds_trainer.recipe.exit_specs import ExitsSpec, SavedExits, policy_of
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 from ds_trainer.techniques.prune.selection import largest_on_device
 

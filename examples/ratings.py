@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from ds_trainer import Task
-from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.models.pretrained import CLASSIFIER
+from ds_trainer.recipe.task_specs import TaskBase
 
 
 class RatingsSpec(TaskBase):

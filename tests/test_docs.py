@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from support.launching import ROOT
 
-from ds_trainer.config.exit_specs import ExitsSpec
-from ds_trainer.config.prune_specs import PruneSpec
-from ds_trainer.config.recipe import Phase, Recipe
-from ds_trainer.config.technique_specs import DistillSpec, StudentSpec
+from ds_trainer.recipe.exit_specs import ExitsSpec
+from ds_trainer.recipe.prune_specs import PruneSpec
+from ds_trainer.recipe.recipe import Phase, Recipe
+from ds_trainer.recipe.technique_specs import DistillSpec, StudentSpec
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,7 +14,6 @@ import pytest
 from support import exported_models
 from support.exit_folders import make_classifier
 from support.launching import ROOT
-from tools.write_matrix import PAGE, README, short
 
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.export import export_command
@@ -22,6 +21,7 @@ from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.ranks.failures import UserError
 from tools import write_recipe_docs
+from tools.write_matrix import PAGE, README, short
 
 
 @contextlib.contextmanager
@@ -113,5 +113,5 @@ def test_the_tests_that_the_matrix_names_exist() -> None:
     named = set(re.findall(r"\[(?:yes|neurons)\]\(([^ ]+\.py) \"(test_\w+)\"\)", PAGE.read_text(encoding="utf-8")))
     assert len(named) > 20
     texts = {path: (PAGE.parent / path).read_text(encoding="utf-8") for path, _ in named}
-    assert [test for path, test in named if f"def {test}(" not in texts[path]] == [], "run tests/tools/write_matrix.py"
+    assert [test for path, test in named if f"def {test}(" not in texts[path]] == [], "run tools/write_matrix.py"
     assert short(PAGE.read_text(encoding="utf-8")) in README.read_text(encoding="utf-8")

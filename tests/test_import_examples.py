@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from ds_trainer import load_model
-from ds_trainer.config.exit_specs import ExitPolicy
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer, load_trained
+from ds_trainer.recipe.exit_specs import ExitPolicy
 from ds_trainer.techniques.exits.early_exit import with_exits
 from ds_trainer.techniques.exits.heads import read_exits
 

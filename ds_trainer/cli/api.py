@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from ds_trainer.cli import evaluate as evaluating
 from ds_trainer.cli import export as exporting
 from ds_trainer.cli import train as training
-from ds_trainer.config.recipe import Recipe
-from ds_trainer.config.saved_checkpoint import is_checkpoint, read_checkpoint
-from ds_trainer.config.trust import Trust, trusting
 from ds_trainer.files.tables import aligned
 from ds_trainer.files.write_places import cache_place
 from ds_trainer.ranks.distributed import show_log
+from ds_trainer.recipe.recipe import Recipe
+from ds_trainer.recipe.saved_checkpoint import is_checkpoint, read_checkpoint
+from ds_trainer.recipe.trust import Trust, trusting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -133,13 +133,13 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
 
     With exit heads in the folder, its forward exits early: `logits` as the model gives them, and `exit_layers` (rows,),
     the layers that each sample went through. Raises UserError where the folder holds no trained model. By default
-    weights are safetensors, and no code of the folder is run; `config/trust.py` says what the two permissions are.
+    weights are safetensors, and no code of the folder is run; `recipe/trust.py` says what the two permissions are.
     """
     from ds_trainer.techniques.exits.early_exit import load_for_inference
 
     with trusting(Trust(allow_pickle, trust_remote_code)), contextlib.ExitStack() as until_loaded:
         if is_checkpoint(str(folder)):
-            from ds_trainer.checkpoint_model import model_of  # loads DeepSpeed, which serving does not need
+            from ds_trainer.run.checkpoint_model import model_of  # loads DeepSpeed, which serving does not need
 
             folder, _ = until_loaded.enter_context(model_of(read_checkpoint(folder), cache_place(None, None, [])))
         return load_for_inference(folder)

@@ -8,10 +8,10 @@ from pathlib import Path
 from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
 from ds_trainer.cli.export import onnx_mistakes
 from ds_trainer.cli.flags import NO_TASK, add_task_flags, names_task, output_path, read_task, trust_of
-from ds_trainer.config.jobs import BACKENDS, DEVICES, DTYPES, INT8, OF_THE_TASK, BenchmarkJob
-from ds_trainer.config.trust import trusting
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.models.model_folder import folder_mistakes
+from ds_trainer.recipe.jobs import BACKENDS, DEVICES, DTYPES, INT8, OF_THE_TASK, BenchmarkJob
+from ds_trainer.recipe.trust import trusting
 
 
 def benchmark_command(arguments: Sequence[str]) -> None:

@@ -7,20 +7,20 @@ from typing import get_args
 
 from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.flags import add_model_flags, checked_exits, read_task, trust_of
-from ds_trainer.config.exit_specs import EXITS_FILE, Criterion, ExitsSpec, aim_mistakes
-from ds_trainer.config.jobs import CalibrateJob
-from ds_trainer.config.recipe import saved_exits
-from ds_trainer.config.task_specs import TaskSpec, TextSpec
-from ds_trainer.config.trust import trusting
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.recipe.exit_specs import EXITS_FILE, Criterion, ExitsSpec, aim_mistakes
+from ds_trainer.recipe.jobs import CalibrateJob
+from ds_trainer.recipe.recipe import saved_exits
+from ds_trainer.recipe.task_specs import TaskSpec, TextSpec
+from ds_trainer.recipe.trust import trusting
 from ds_trainer.tasks.text.glue import is_regression
 
 
 def calibrate_command(arguments: Sequence[str]) -> None:
     """Pick the exit thresholds of a model folder."""
     job = read_calibrate_job(arguments)
-    from ds_trainer.scoring import calibrate_exits
+    from ds_trainer.run.scoring import calibrate_exits
 
     with trusting(job.trust):
         calibrate_exits(job)

@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         """Parse, and load the plugins that are named, before anything is read that may need them."""
         flags, unknown = super().parse_known_args(*arguments, **more)
         for name in getattr(flags, "plugin", []):
-            from ds_trainer.plugins import load_plugin  # loads torch, which a plugin needs anyway
+            from ds_trainer.cli.plugins import load_plugin  # loads torch, which a plugin needs anyway
 
             load_plugin(name)
         return flags, unknown

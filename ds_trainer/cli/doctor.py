@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ds_trainer.cli.command import Mistakes, Parser
+from ds_trainer.doctor.doctor import FAILED, Job, examine
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.tables import aligned
-from ds_trainer.hosts.doctor import FAILED, Job, examine
 
 
 def doctor_command(arguments: Sequence[str]) -> int:

@@ -9,15 +9,15 @@ from typing import Any
 
 from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
 from ds_trainer.cli.flags import add_model_flags, checked_exits, read_task, trust_of
-from ds_trainer.config.jobs import EvaluateJob
-from ds_trainer.config.recipe import saved_exits
-from ds_trainer.config.saved_checkpoint import SavedCheckpoint, checkpoints_in, is_checkpoint, read_checkpoint
-from ds_trainer.config.trust import trusting
 from ds_trainer.files.messages import shown
 from ds_trainer.files.writing import existing_above
 from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import raise_mistakes
+from ds_trainer.recipe.jobs import EvaluateJob
+from ds_trainer.recipe.recipe import saved_exits
+from ds_trainer.recipe.saved_checkpoint import SavedCheckpoint, checkpoints_in, is_checkpoint, read_checkpoint
+from ds_trainer.recipe.trust import trusting
 
 _POLICY_FLAGS = ("early_exit_entropy", "early_exit_confidence", "patience")
 """The flags that replace the exit policy of a model folder."""
@@ -30,7 +30,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
 
 def evaluate(job: EvaluateJob) -> dict[Any, Any]:
     """Score a model folder or checkpoints, print and write the scores, and return them: of all checkpoints, by step."""
-    from ds_trainer.scoring import evaluate_checkpoints, evaluate_folder
+    from ds_trainer.run.scoring import evaluate_checkpoints, evaluate_folder
 
     with trusting(job.trust):
         return evaluate_checkpoints(job) if job.all_checkpoints else evaluate_folder(job)

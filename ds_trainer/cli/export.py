@@ -14,16 +14,16 @@ from typing import Any
 
 from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
 from ds_trainer.cli.flags import NO_TASK, add_model_flags, add_push_flag, names_task, output_path, read_task, trust_of
-from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.config.jobs import INT8, INT8_FILE, ONNX_FILE, WEIGHTS, ExportJob
-from ds_trainer.config.recipe import parse_cut
-from ds_trainer.config.saved_checkpoint import is_checkpoint, read_checkpoint
-from ds_trainer.config.trust import trusting
 from ds_trainer.files.messages import shown
 from ds_trainer.files.run_folder import MODEL_FILES, check_output_folder
 from ds_trainer.files.writing import is_aside
 from ds_trainer.models.model_folder import COMPACT_FILE, folder_mistakes
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.cut_specs import CutSpec
+from ds_trainer.recipe.jobs import INT8, INT8_FILE, ONNX_FILE, WEIGHTS, ExportJob
+from ds_trainer.recipe.recipe import parse_cut
+from ds_trainer.recipe.saved_checkpoint import is_checkpoint, read_checkpoint
+from ds_trainer.recipe.trust import trusting
 from ds_trainer.tasks.registry import check_data_files
 
 
@@ -46,7 +46,7 @@ def export(job: ExportJob) -> dict[str, Any]:
     repository = open_repository(job.push_to_hub) if job.push_to_hub else ""
     with trusting(job.trust), contextlib.ExitStack() as until_written:
         if job.checkpoint:
-            from ds_trainer.checkpoint_model import model_of
+            from ds_trainer.run.checkpoint_model import model_of
 
             folder, _ = until_written.enter_context(model_of(job.checkpoint, job.cache_dir))
             job = job.model_copy(update={"model": folder})

@@ -13,17 +13,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from ds_trainer.cli.command import Mistakes, flag_mistake
-from ds_trainer.config.exit_specs import ExitsSpec
-from ds_trainer.config.recipe import Recipe, parse_recipe, parse_task
-from ds_trainer.config.saved_checkpoint import SavedCheckpoint
-from ds_trainer.config.settings import apply_to_task
-from ds_trainer.config.task_specs import TaskSpec
-from ds_trainer.config.trust import Trust
 from ds_trainer.files.json_file import parse_json, read_json
 from ds_trainer.files.messages import shown
 from ds_trainer.files.run_folder import RUN_LIST
 from ds_trainer.files.write_places import cache_place
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.exit_specs import ExitsSpec
+from ds_trainer.recipe.recipe import Recipe, parse_recipe, parse_task
+from ds_trainer.recipe.saved_checkpoint import SavedCheckpoint
+from ds_trainer.recipe.settings import apply_to_task
+from ds_trainer.recipe.task_specs import TaskSpec
+from ds_trainer.recipe.trust import Trust
 from ds_trainer.tasks.registry import check_data_files
 
 PROJECT = Path(__file__).resolve().parents[2]

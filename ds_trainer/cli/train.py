@@ -14,11 +14,6 @@ from typing import Any, get_args
 
 from ds_trainer.cli.command import Mistakes, Parser
 from ds_trainer.cli.flags import add_common_flags, add_push_flag, read_source, shipped_engine, shipped_recipe, trust_of
-from ds_trainer.config.jobs import TrainJob, TrialRequest
-from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
-from ds_trainer.config.settings import assign, parse_setting
-from ds_trainer.config.task_specs import TaskSpec
-from ds_trainer.config.trust import Trust, trusting
 from ds_trainer.engine.engine_file import check_engine_file, read_engine_file
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.json_file import read_json
@@ -29,6 +24,11 @@ from ds_trainer.models.model_folder import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.debugging import wait_for_debugger
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.jobs import TrainJob, TrialRequest
+from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe
+from ds_trainer.recipe.settings import assign, parse_setting
+from ds_trainer.recipe.task_specs import TaskSpec
+from ds_trainer.recipe.trust import Trust, trusting
 from ds_trainer.tasks.registry import check_data_files
 
 FIELDS = {"model_name_or_path": "model.name_or_path", "task_name": "task.name", "data_dir": "task.data_dir"}
@@ -56,19 +56,19 @@ def train(job: TrainJob) -> dict[str, Any]:
             if job.dry_run:
                 # a program may read standard output: what DeepSpeed prints there goes to standard error
                 with contextlib.redirect_stdout(sys.stderr):
-                    from ds_trainer.run import dry_run
+                    from ds_trainer.run.run import dry_run
 
                     table = dry_run(job)
                 if distributed.is_main():
                     print(table, flush=True)
                 return {}
             if job.trial:
-                from ds_trainer.trial import run_trial
+                from ds_trainer.run.trial import run_trial
 
                 run_trial(job, job.trial)
                 return {}
             from ds_trainer.deploy.card import open_repository, push_to_hub
-            from ds_trainer.run import run
+            from ds_trainer.run.run import run
 
             repository = open_repository(job.push_to_hub) if job.push_to_hub and distributed.is_main() else ""
             results = run(job)

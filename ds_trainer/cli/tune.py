@@ -15,17 +15,17 @@ from pydantic import ValidationError
 from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
 from ds_trainer.cli.flags import PROJECT, output_path
 from ds_trainer.cli.train import FIELDS, apply_flags, read_train_job, source_mistakes, train_parser
-from ds_trainer.config.jobs import TrainJob, TuneJob, ValueRange
-from ds_trainer.config.recipe import Recipe
-from ds_trainer.config.task_specs import LabelledSpec
+from ds_trainer.doctor.hostfile import read_hostfile
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, read_engine_file
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.json_file import parse_json, read_json
 from ds_trainer.files.messages import listed, shown
 from ds_trainer.files.run_folder import check_output_folder
-from ds_trainer.hosts.hostfile import read_hostfile
 from ds_trainer.ranks.failures import UserError, raise_mistakes
-from ds_trainer.tuning.space import RANKS, THREADS, checked
+from ds_trainer.recipe.jobs import TrainJob, TuneJob, ValueRange
+from ds_trainer.recipe.recipe import Recipe
+from ds_trainer.recipe.task_specs import LabelledSpec
+from ds_trainer.tune.space import RANKS, THREADS, checked
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _OF_A_RUN = ("--resume", "--overwrite_output_dir", "--debug_port", "--dry_run", "--world", "--trial", "--push_to_hub")
@@ -39,7 +39,7 @@ _MOST_COMBINATIONS = 200
 def tune_command(arguments: Sequence[str]) -> None:
     """Tune the settings of a phase, or a recipe."""
     job = read_tune_job(arguments)
-    from ds_trainer.tuning.search import tune
+    from ds_trainer.tune.search import tune
 
     paths = [str(PROJECT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # the trials run this code, installed or not

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ds_trainer.config.jobs import DTYPES, INT8, OF_THE_TASK, BenchmarkJob
 from ds_trainer.deploy.benchmark_page import show, words, write_page
 from ds_trainer.deploy.latency import (
     FOR_P95,
@@ -42,6 +41,7 @@ from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import UserError, first_line, ran_out
 from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import leaving
+from ds_trainer.recipe.jobs import DTYPES, INT8, OF_THE_TASK, BenchmarkJob
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Predict, Task

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.jobs import OF_THE_TASK
 from ds_trainer.deploy.latency import FOR_P95
 from ds_trainer.files.tables import aligned, markdown
 from ds_trainer.files.writing import write_json, write_whole
 from ds_trainer.ranks import distributed
+from ds_trainer.recipe.jobs import OF_THE_TASK
 from ds_trainer.report.figures import save, score_by_cost
 
 _FIGURES = ("size_speed_score.png", "size_speed_score.svg")

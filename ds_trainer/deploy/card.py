@@ -13,10 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
 import ds_trainer
-from ds_trainer.config.exit_specs import EXITS_FILE
-from ds_trainer.config.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED, ExportJob
-from ds_trainer.config.recipe import Phase, Recipe
-from ds_trainer.config.task_specs import TaskBase
+from ds_trainer.cuts.cut_folder import CUT_FILE
 from ds_trainer.deploy.latency import bytes_on_disk
 from ds_trainer.deploy.onnx_lines import onnx_lines
 from ds_trainer.files.reading import read_object
@@ -28,9 +25,12 @@ from ds_trainer.models.layers import FIELD
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.model_folder import has_safetensors, is_compact, is_hub_name
 from ds_trainer.ranks import distributed
+from ds_trainer.recipe.exit_specs import EXITS_FILE
+from ds_trainer.recipe.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED, ExportJob
+from ds_trainer.recipe.recipe import Phase, Recipe
+from ds_trainer.recipe.task_specs import TaskBase
 from ds_trainer.report.page import notes_on, table_of
 from ds_trainer.report.run_files import read_run
-from ds_trainer.tasks.cut_folder import CUT_FILE
 
 _TASKS = {
     "ForSequenceClassification": "text-classification",

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_trainer.config.exit_specs import EXITS_FILE
-from ds_trainer.config.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED, WEIGHTS, ExportJob
+from ds_trainer.cuts.cut_folder import cut_of, outline_of
 from ds_trainer.deploy import onnx_file
 from ds_trainer.deploy.agreement import check_same, tolerance_in
 from ds_trainer.deploy.card import write_export_card
@@ -38,7 +37,8 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import held_back, leaving
-from ds_trainer.tasks.cut_folder import cut_of, outline_of
+from ds_trainer.recipe.exit_specs import EXITS_FILE
+from ds_trainer.recipe.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED, WEIGHTS, ExportJob
 from ds_trainer.tasks.evaluation import evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ds_trainer.config.jobs import ONNX_FILE
+from ds_trainer.recipe.jobs import ONNX_FILE
 
 _OPEN = f"""{{imports}}import onnxruntime
 from transformers import AutoTokenizer

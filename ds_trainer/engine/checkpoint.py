@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.saved_checkpoint import checkpoints_in
 from ds_trainer.engine import reshard
 from ds_trainer.files import checkpoint_files
 from ds_trainer.files.checkpoint_files import MARKER, read_marker, write_marker
 from ds_trainer.files.messages import changes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.saved_checkpoint import checkpoints_in
 
 TRAINING_DATA, PARAMETER_GROUPS = "the training data", "the parameter groups"
 """The entries of a phase's identity that are hashes."""

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.recipe import Phase
-from ds_trainer.config.schedules import LrSchedule, steps_of
 from ds_trainer.engine import keys
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
+from ds_trainer.recipe.recipe import Phase
+from ds_trainer.recipe.schedules import LrSchedule, steps_of
 
 DEFAULT_MICRO_BATCH = 32
 DEFAULTS = {

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.config.recipe import GroupRule
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.recipe import GroupRule
 
 if TYPE_CHECKING:  # the engine file is checked before torch is loaded
     import torch

@@ -1,6 +1,6 @@
 """What a rank holds of a model in training, in bytes: arithmetic over the engine file, for any number of ranks.
 
-The formulas are those of DeepSpeed 0.19.8, read off a record of every tensor that it allocates; `tests/bench/
+The formulas are those of DeepSpeed 0.19.8, read off a record of every tensor that it allocates; `benchmarks/
 memory_model.py` compares them with the peak of real runs. ZeRO keeps master weights in fp32 also where the model is in
 fp32. A step has two peaks. One is in the backward, where activations, gradients and the buffers of their reduction
 meet; under ZeRO-3 the weights that are gathered come to it. The other is in the optimizer's step, which copies a rank's

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_trainer.config.task_specs import LabelledSpec
 from ds_trainer.models import pretrained
 from ds_trainer.models.pretrained import HeadKind
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import LabelledSpec
 
 
 def trained_head(config: Any, kind: HeadKind) -> tuple[str, ...] | None:

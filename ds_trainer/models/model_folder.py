@@ -14,12 +14,12 @@ from typing import Any
 
 from safetensors import safe_open
 
-from ds_trainer.config.saved_checkpoint import CHECKPOINT
-from ds_trainer.config.trust import Trust
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.files.reading import check_file, read_value
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.saved_checkpoint import CHECKPOINT
+from ds_trainer.recipe.trust import Trust
 
 COMPACT_FILE = "model.compact.safetensors"
 """The weights of a compact folder, which `compact.py` writes and reads."""

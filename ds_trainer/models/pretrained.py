@@ -2,7 +2,7 @@
 
 A folder may come from anywhere. Each fault in it is one UserError that names the folder, and weights that are missing
 or do not fit the config are never replaced by random ones in silence. By default no code of a folder is run and no
-pickle is read; `config/trust.py` describes how a user permits them.
+pickle is read; `recipe/trust.py` describes how a user permits them.
 """
 
 import functools
@@ -20,7 +20,6 @@ from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils.hub import cached_file
 
-from ds_trainer.config.trust import trust_in_force
 from ds_trainer.files.reading import folder_hash
 from ds_trainer.models import model_folder
 from ds_trainer.models.compact import read_compact
@@ -29,6 +28,7 @@ from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.shrunk_model import PREFIX, shrunk_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.trust import trust_in_force
 
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
 

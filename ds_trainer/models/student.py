@@ -13,7 +13,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from ds_trainer.config.technique_specs import StudentSpec
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.models.folders import create_folder, save_folder
 from ds_trainer.models.layers import FIELD, build_like, encoder_layers, shapes_like
@@ -29,6 +28,7 @@ from ds_trainer.models.pretrained import (
 from ds_trainer.models.shrink import simplest_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, first_line
+from ds_trainer.recipe.technique_specs import StudentSpec
 
 _DISTILBERT = {
     "BertModel": "DistilBertModel",

@@ -5,7 +5,7 @@ import os
 SPINS = 10_000
 """About 20 microseconds. libgomp's default is minutes, as long as there are not more threads than cores: on a machine
 with another busy process, a waiting thread then takes the core of the thread that it waits for, and training falls to a
-fortieth of its speed. `tests/bench/openmp_spinning.py` shows both."""
+fortieth of its speed. `benchmarks/openmp_spinning.py` shows both."""
 _SET_BY_USER = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 

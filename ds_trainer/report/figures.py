@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ds_trainer.config.task_specs import greater_is_better
 from ds_trainer.files.writing import file_aside
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import greater_is_better
 from ds_trainer.report.run_files import LogRecords
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -233,8 +234,8 @@ class RunLog:
         """Show a record on the console: in the progress bar, or as a line."""
         rate = max((value for name, value in record.items() if name.startswith("train/lr/")), default=0.0)
         shown = {"epoch": f"{self._epoch():.2f}", "loss": f"{record['train/loss']:.4f}", "lr": f"{rate:.2e}"}
-        if "prune/density" in record:
-            shown["density"] = f"{record['prune/density']:.3f}"
+        for density in [value for name, value in record.items() if re.fullmatch(r"\w+/density", name)]:
+            shown["density"] = f"{density:.3f}"
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update(step - self._bar.n)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ds_trainer.config.exit_specs import EXITS_FILE
 from ds_trainer.files.messages import listed
 from ds_trainer.files.reading import read_file, read_object
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.exit_specs import EXITS_FILE
 
 LogRecords: TypeAlias = Sequence[Mapping[str, Any]]
 """The log of one phase: one record for each step, in order. A value that was not finite is None."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_trainer.config.task_specs import greater_is_better
+from ds_trainer.recipe.task_specs import greater_is_better
 
 _PERCENTS = ("exact_match",)
 """Scores that are given in percent; others of 1 or less are shares, of which a hundredth is a point."""

@@ -18,10 +18,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic_core import from_json
 
-from ds_trainer.config.task_specs import TaskBase
 from ds_trainer.files.messages import kind_of, listed, quoted
 from ds_trainer.files.reading import check_file, content_hash, read_file
 from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.recipe.task_specs import TaskBase
 from ds_trainer.tasks.table_rows import lines, plain_rows, quoted_rows, shows_quoting
 
 T = TypeVar("T")

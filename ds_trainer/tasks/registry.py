@@ -1,6 +1,6 @@
 """Build the task of a spec, check its files, and read its texts, whatever its family.
 
-`FAMILIES` in `config/task_specs.py` lists the families. Importing this module does not load torch.
+`FAMILIES` in `recipe/task_specs.py` lists the families. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.config.task_specs import FAMILIES, TaskBase, family
 from ds_trainer.files.write_places import DEFAULT_CACHE
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import FAMILIES, TaskBase, family
 
 if TYPE_CHECKING:
     from ds_trainer.tasks.task import Task

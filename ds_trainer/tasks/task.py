@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.task_specs import LabelledSpec, TaskBase
 from ds_trainer.models import classifiers, pretrained
 from ds_trainer.models.pretrained import CLASSIFIER, TOKEN_CLASSIFIER, HeadKind, input_names, load_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
+from ds_trainer.recipe.task_specs import LabelledSpec, TaskBase
 from ds_trainer.tasks.data import Array, ExampleIds, Examples, cached, fingerprint, hash_of, pack, spread
 from ds_trainer.tasks.held_out import HELD_OUT, part_of, source_split
 from ds_trainer.tasks.records import GAPS, Record, Records, Row, table
@@ -104,7 +104,7 @@ class Task(ABC):
     Spec: the class of the task's section in the recipe; only tasks of a plugin need it.
     head: the head that a model of this task has.
     columns: the columns of the table that a plain task reads.
-    data: the module that reads the data in its place, as `Family.data` in `config/task_specs.py`.
+    data: the module that reads the data in its place, as `Family.data` in `recipe/task_specs.py`.
     splits: the splits to evaluate on.
     held_out_split: the name of the split with training examples that no phase trains on; it takes a `LabelledSpec`.
     label_names: the names of the classes, in the model's order; empty where classes have no names.

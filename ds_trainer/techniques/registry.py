@@ -1,6 +1,6 @@
 """The techniques by their key in the recipe."""
 
-from ds_trainer.config.technique_specs import Techniques
+from ds_trainer.recipe.technique_specs import Techniques
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.exits.exits import Exits

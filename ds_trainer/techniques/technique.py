@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.recipe import GroupRule
+from ds_trainer.recipe.recipe import GroupRule
 from ds_trainer.tasks.task import Forward, Predict, Task, Unit
 
 

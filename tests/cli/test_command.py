@@ -23,8 +23,8 @@ from ds_trainer.cli.command import Mistakes, run_command
 from ds_trainer.cli.evaluate import evaluate_parser, read_evaluate_job
 from ds_trainer.cli.flags import read_task
 from ds_trainer.cli.train import read_train_job, train
-from ds_trainer.config.settings import assign, parse_setting
 from ds_trainer.ranks.distributed import share_threads
+from ds_trainer.recipe.settings import assign, parse_setting
 
 COMMANDS = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
 
@@ -260,7 +260,7 @@ def test_a_run_in_a_notebook_names_its_folder_to_the_monitors_while_it_lasts(com
     fake = SimpleNamespace(
         run=lambda job: {"train": os.environ["WANDB_DIR"]}, dry_run=lambda job: calls.append(job) or "the table"
     )
-    monkeypatch.setitem(sys.modules, "ds_trainer.run", fake)
+    monkeypatch.setitem(sys.modules, "ds_trainer.run.run", fake)
     engine = write_json("engine.json", {"wandb": {"enabled": True}})
     words = arguments_of(command | {"--deepspeed_config": engine})
     assert train(read_train_job(words)) == {"train": f"{command['--output_dir']}/deepspeed"}

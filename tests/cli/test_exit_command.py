@@ -13,7 +13,7 @@ from support.launching import run_deepspeed, run_script
 
 from ds_trainer.cli.calibrate import calibrate_command, read_calibrate_job
 from ds_trainer.cli.evaluate import read_evaluate_job
-from ds_trainer.config.exit_specs import ExitPolicy
+from ds_trainer.recipe.exit_specs import ExitPolicy
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.exit_evaluation import evaluate_exits, flat_scores
 from ds_trainer.techniques.exits.heads import read_exits

@@ -38,9 +38,9 @@ from support.launching import ROOT
 from ds_trainer.cli.calibrate import calibrate_parser, read_calibrate_job
 from ds_trainer.cli.evaluate import evaluate_parser, read_evaluate_job
 from ds_trainer.cli.train import read_train_job, train_parser
-from ds_trainer.config.recipe import Recipe
+from ds_trainer.doctor.hostfile import read_hostfile
 from ds_trainer.engine.keys import key_table
-from ds_trainer.hosts.hostfile import read_hostfile
+from ds_trainer.recipe.recipe import Recipe
 
 RULE = Rule()
 ENGINES = [json.loads(path.read_text()) for path in sorted((ROOT / "ds_configs").glob("*.json"))]

@@ -333,7 +333,7 @@ def test_the_command_measures_and_writes(
 
 @pytest.fixture
 def task_of(tiny_recipe: dict[str, Any], cache: Path) -> Any:
-    from ds_trainer.config.recipe import parse_task
+    from ds_trainer.recipe.recipe import parse_task
 
     def build(folder: Path, **fields: Any) -> tuple[Path, Any]:
         return folder, build_task(parse_task(tiny_recipe["task"]).model_copy(update=fields), folder, cache)

@@ -18,10 +18,10 @@ from support.launching import ROOT
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.export import export_command, read_export_job
 from ds_trainer.cli.train import read_train_job, train, train_command
-from ds_trainer.config.recipe import ModelSpec, parse_recipe, parse_task
 from ds_trainer.deploy.card import write_cards, write_export_card
 from ds_trainer.files.run_folder import CARD, RunFolder
 from ds_trainer.ranks import distributed
+from ds_trainer.recipe.recipe import ModelSpec, parse_recipe, parse_task
 
 TASK = {"name": "text", "data_dir": "/home/me/secret/data", "validation_file": "validation.csv", "held_out": 0.2}
 
@@ -145,7 +145,7 @@ def test_a_folder_is_sent_to_the_hub_when_asked(run, hub, tmp_path, capsys, monk
         assert run_command(export_command, [str(folder), *more, "--push_to_hub", "me/small"]) == 0
         assert hub.files == files_of(sent)
         assert ModelCard(hub.files[CARD].decode()).data.base_model == "google/bert_uncased"
-    monkeypatch.setattr("ds_trainer.run.run", lambda job: {})
+    monkeypatch.setattr("ds_trainer.run.run.run", lambda job: {})
     train(read_train_job(training(run, "me/small")))
     assert hub.files == files_of(run / "model")
     assert (run / "model" / "exits.json").exists()
@@ -160,7 +160,7 @@ def training(output: Path, repository: str) -> list[str]:
 
 def test_what_the_hub_refuses_is_refused_before_any_work(run, hub, tmp_path, capsys, monkeypatch):
     """A repository that the account cannot write to, and a name that the hub does not know."""
-    monkeypatch.setattr("ds_trainer.run.run", lambda job: pytest.fail("it trained"))
+    monkeypatch.setattr("ds_trainer.run.run.run", lambda job: pytest.fail("it trained"))
     export = [str(run / "model"), "--compact", "fp16", "--output_dir", str(tmp_path / "out")]
     for command, words in ((export_command, [*export, "--push_to_hub"]), (train_command, training(run, "")[:-1])):
         assert run_command(command, [*words, "other/small"]) == 2

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from support.launching import run_deepspeed
 
-from ds_trainer.config.recipe import Phase
 from ds_trainer.engine.engine_file import check_engine_file, resolve_engine_file
 from ds_trainer.files.run_folder import RunFolder
+from ds_trainer.recipe.recipe import Phase
 
 
 def zero(stage, **keys):

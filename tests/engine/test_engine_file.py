@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from support.launching import run_python
 
-from ds_trainer.config.recipe import Phase
 from ds_trainer.engine.engine_file import (
     MICRO,
     STEPS,
@@ -19,6 +18,7 @@ from ds_trainer.engine.engine_file import (
 )
 from ds_trainer.engine.keys import key_table
 from ds_trainer.engine.optim import Hyperparameters
+from ds_trainer.recipe.recipe import Phase
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))

@@ -8,9 +8,9 @@ import torch
 from support.zero_matrix import Case, build
 from torch import nn
 
-from ds_trainer.config.recipe import GroupRule
 from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
-from ds_trainer.objective import Objective
+from ds_trainer.recipe.recipe import GroupRule
+from ds_trainer.run.objective import Objective
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.technique import Technique
 

@@ -17,7 +17,7 @@ from support.launching import ROOT
 from ds_trainer.ranks import distributed
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts: the same products every time
-sys.path.append(str(ROOT / "tests/bench"))
+sys.path.append(str(ROOT / "benchmarks"))
 
 
 def pytest_addoption(parser):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check and measure everything on one NVIDIA GPU: the tests of tests/gpu, then tests/bench/gpu.py.
+# Check and measure everything on one NVIDIA GPU: the tests of tests/gpu, then benchmarks/gpu.py.
 #
 #   bash tests/gpu/run.sh [OUT [CASE ...]]
 #
@@ -71,5 +71,5 @@ export PATH="$venv/bin:$PATH" PYTHONPATH="$PWD:$PWD/tests"
 [ "${ONLY:-tests}" != tests ] || step tests "${TESTS_LIMIT:-1200}" \
     "$venv/bin/python" -m pytest tests/gpu -q -p no:cacheprovider "${on_cpu[@]}"
 [ "${ONLY:-bench}" != bench ] || step bench "${BENCH_LIMIT:-1500}" \
-    "$venv/bin/python" tests/bench/gpu.py "${quick[@]}" "$@"
+    "$venv/bin/python" benchmarks/gpu.py "${quick[@]}" "$@"
 exit "$failed"

@@ -12,7 +12,7 @@ from support.killing import alike
 from support.zero_matrix import METHODS, RECOMPUTED, Case, reference, under_engine
 
 from ds_trainer.ranks import distributed
-from ds_trainer.starting_models import StartingModels
+from ds_trainer.run.starting_models import StartingModels
 
 pytestmark = pytest.mark.usefixtures("world")
 TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3, "autocast": 1e-2, "bf16": 2e-2}

@@ -17,8 +17,8 @@ from support.words import WORDS
 
 from ds_trainer.engine.live_memory import LiveMemory
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
-from ds_trainer.phase import PhasePlan
-from ds_trainer.rehearsal import memory_of
+from ds_trainer.run.phase import PhasePlan
+from ds_trainer.run.rehearsal import memory_of
 from ds_trainer.techniques.prune.selection import select_largest
 
 pytestmark = pytest.mark.usefixtures("world")

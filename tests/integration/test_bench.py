@@ -1,4 +1,4 @@
-"""Every script of `tests/bench/` runs: a round of small models each, whose figures nobody judges."""
+"""Every script of `benchmarks/` runs: a round of small models each, whose figures nobody judges."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.exit_folders import ENTROPY, make_folder
 from support.launching import ROOT, SHARED, Done, environment, run_script
+
 from tools.markers import write_rows
 from tools.write_speed_table import table
 
@@ -57,23 +58,23 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     arguments |= {"cut_quality": cuts, "front_page": cuts}
     arguments["recipes"] = ["--output", str(folder / "recipes"), "--data_dir", str(folder)]
     return {
-        name: run_script(f"tests/bench/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES
+        name: run_script(f"benchmarks/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES
     }
 
 
 def test_none_is_forgotten(tmp_path):
     """`figures.py` is what they share; `all.sh` runs those it is given, or all if a GPU and ../shared are there."""
-    assert {path.stem for path in (ROOT / "tests/bench").glob("*.py")} == {*FIGURES, "figures"}
+    assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} == {*FIGURES, "figures"}
     python = tmp_path / "python"
     line = '{"name": "a", "value": 1.5, "bar": null, "at_least": false, "holds": true}'
     python.write_text(f"#!/bin/bash\n[ $1 = -c ] || echo '{line}'\n")
     python.chmod(0o755)
-    words = ["bash", str(ROOT / "tests/bench/all.sh"), str(tmp_path / "out")]
+    words = ["bash", str(ROOT / "benchmarks/all.sh"), str(tmp_path / "out")]
     ran = []
     for names in (["mask_cost", "faults"], []):
         subprocess.run([*words, *names], env=environment() | {"PYTHON": str(python)}, capture_output=True, check=True)
         commands = [json.loads(line)["command"] for line in (tmp_path / "out/figures.jsonl").read_text().splitlines()]
-        ran.append({command.split()[1].removeprefix("tests/bench/").removesuffix(".py") for command in commands})
+        ran.append({command.split()[1].removeprefix("benchmarks/").removesuffix(".py") for command in commands})
     assert ran[0] == {"mask_cost", "faults"}
     assert ran[1] == FIGURES.keys() or not SHARED.is_dir()
     words[2:] = ["--quick", str(tmp_path / "quick"), "mask_cost"]
@@ -83,8 +84,8 @@ def test_none_is_forgotten(tmp_path):
 
 @pytest.fixture
 def script(monkeypatch):
-    """Import a script of tests/bench by its name."""
-    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    """Import a script of benchmarks by its name."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module
 
 

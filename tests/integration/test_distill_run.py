@@ -14,7 +14,7 @@ from support.distill_files import lm_files, squad_files
 from support.launching import run_deepspeed, run_script
 from support.trained_runs import becomes_model
 
-from ds_trainer.config.recipe import parse_task
+from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.tasks.registry import build_task
 
 NAMES = ("finetune", "prune", "distill", "both")

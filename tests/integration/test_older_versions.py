@@ -16,8 +16,8 @@ from support.launching import ROOT, run_deepspeed
 from transformers import AutoTokenizer
 
 from ds_trainer import load_model
-from ds_trainer.checkpoint_model import export_checkpoint
-from ds_trainer.config.saved_checkpoint import read_checkpoint
+from ds_trainer.recipe.saved_checkpoint import read_checkpoint
+from ds_trainer.run.checkpoint_model import export_checkpoint
 
 FIXTURES = ROOT / "tests" / "fixtures" / "version_0_1"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text())

@@ -15,11 +15,11 @@ from support.trained_runs import becomes_model, read, train
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.evaluate import evaluate_command, read_evaluate_job
 from ds_trainer.cli.export import export_command, read_export_job
-from ds_trainer.config.saved_checkpoint import is_checkpoint
 from ds_trainer.files.checkpoint_files import read_marker, write_marker
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.model_folder import COMPACT_FILE
 from ds_trainer.ranks import machine
+from ds_trainer.recipe.saved_checkpoint import is_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from support.launching import ROOT
 from support.words import WORDS
 
 from ds_trainer.cli.train import read_train_job
-from ds_trainer.config.recipe import Phase, Recipe, parse_recipe
-from ds_trainer.config.schedules import steps_of
 from ds_trainer.engine.engine_file import settled_numbers
 from ds_trainer.files.json_file import read_json
 from ds_trainer.models.folders import create_folder, train_tokenizer
-from ds_trainer.phase import plan_phase
-from ds_trainer.starting_models import StartingModels
+from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe
+from ds_trainer.recipe.schedules import steps_of
+from ds_trainer.run.phase import plan_phase
+from ds_trainer.run.starting_models import StartingModels
 from ds_trainer.tasks.data import steps_for
 from ds_trainer.techniques.prune.prune import threshold_schedule
 from ds_trainer.techniques.technique import PhaseLength

@@ -11,9 +11,9 @@ import transformers
 from support.zeroed import KIN, VOCABULARY, bare_of, inputs_of, model_of
 from torch import nn
 
-from ds_trainer.config.recipe import parse_recipe
 from ds_trainer.models.layers import set_dropout
-from ds_trainer.phase import PhaseModel
+from ds_trainer.recipe.recipe import parse_recipe
+from ds_trainer.run.phase import PhaseModel
 from ds_trainer.techniques.technique import PhaseLength
 
 

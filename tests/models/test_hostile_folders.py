@@ -17,11 +17,11 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import ds_trainer
 from ds_trainer.cli.command import run_command
-from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.config.trust import Trust
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.model_folder import folder_mistakes
 from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.recipe.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.recipe.trust import Trust
 from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
@@ -135,7 +135,7 @@ def test_the_checks_of_the_files_load_no_torch(copied):
     code = f"""
 import sys
 from pathlib import Path
-from ds_trainer.config.trust import Trust
+from ds_trainer.recipe.trust import Trust
 from ds_trainer.models.model_folder import folder_mistakes
 assert folder_mistakes(Path({str(copied)!r}), Trust()) == []
 print("torch" in sys.modules)

@@ -27,14 +27,14 @@ from support.zeroed import (
 )
 from torch import nn
 
-from ds_trainer.config.cut_specs import CutSpec
+from ds_trainer.cuts.cut import outline
 from ds_trainer.deploy.export import save_folded
-from ds_trainer.models.cut.cut import outline
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import blocks_of, count_weights, layers_of, sizes_of
 from ds_trainer.models.shrink import NothingToCutError, check_known, shrink
 from ds_trainer.models.shrunk_model import LAYOUT_OF
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.cut_specs import CutSpec
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 PLAIN = {"bert": 4, "distilbert": 4, "gpt2": 4, "llama": 1, "qwen2": 1, "qwen3": 1}

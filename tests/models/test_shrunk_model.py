@@ -25,7 +25,6 @@ from support.zeroed import (
 )
 
 import ds_trainer
-from ds_trainer.config.technique_specs import StudentSpec
 from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import count_weights, encoder_linears, is_emptied, sizes_of
@@ -34,6 +33,7 @@ from ds_trainer.models.shrink import shrink
 from ds_trainer.models.shrunk_model import Emptied, auto_map
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.technique_specs import StudentSpec
 
 ALONE = """
 import sys

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ds_trainer.config.technique_specs import StudentSpec
 from ds_trainer.models.folders import save_folder, train_tokenizer
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.student import create_student
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.technique_specs import StudentSpec
 
 TEXTS = ["ships sail the wide salt sea", "wings and winds lift a bird", "seeds grow roots in worm clay"]
 SMALL = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}

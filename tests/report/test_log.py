@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_trainer.loop import SETTLE_EVERY
 from ds_trainer.ranks.failures import NonFiniteLossError
 from ds_trainer.report import log as module
 from ds_trainer.report.log import RunLog
+from ds_trainer.run.loop import SETTLE_EVERY
 
 STEPS = 4 * SETTLE_EVERY + 7
 VALUES = torch.rand(STEPS, generator=torch.Generator().manual_seed(0))

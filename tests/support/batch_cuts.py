@@ -28,15 +28,15 @@ from transformers import (
     LlamaConfig,
 )
 
-from ds_trainer.config.recipe import parse_recipe, task_of
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters
-from ds_trainer.loop import train_step
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.layers import whole_state_dict
-from ds_trainer.phase import PhasePlan
 from ds_trainer.ranks import distributed
+from ds_trainer.recipe.recipe import parse_recipe, task_of
 from ds_trainer.report.log import RunLog
+from ds_trainer.run.loop import train_step
+from ds_trainer.run.phase import PhasePlan
 from ds_trainer.tasks.data import BatchPlan
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.technique import PhaseLength

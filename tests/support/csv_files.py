@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.task_specs import TextSpec
+from ds_trainer.recipe.task_specs import TextSpec
 
 SENTENCES = ["it rains", "it is wet", "it is dry today", "the cat sat on the mat", "no", "why is it so very wet"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.exit_folders import WORDS, make_classifier, make_folder, spec_of, with_key
 
-from ds_trainer.config.exit_specs import ExitPolicy
-from ds_trainer.config.task_specs import TextSpec
+from ds_trainer.recipe.exit_specs import ExitPolicy
+from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
 

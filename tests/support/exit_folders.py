@@ -10,12 +10,12 @@ import torch
 from support.exit_models import randomise
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
-from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.config.recipe import parse_recipe
-from ds_trainer.config.task_specs import TextSpec, TokenSpec
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.models.folders import train_tokenizer
-from ds_trainer.phase import PhasePlan
+from ds_trainer.recipe.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.recipe.recipe import parse_recipe
+from ds_trainer.recipe.task_specs import TextSpec, TokenSpec
+from ds_trainer.run.phase import PhasePlan
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits

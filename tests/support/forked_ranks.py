@@ -31,8 +31,8 @@ LOADED_ONCE = (
     "torchmetrics.functional",
     "transformers.models.bert.modeling_bert",
     "ds_trainer.cli.train",
-    "ds_trainer.run",
-    "ds_trainer.scoring",
+    "ds_trainer.run.run",
+    "ds_trainer.run.scoring",
     "ds_trainer.tasks.text.text_task",
 )
 """The modules that a run loads, so that no rank loads them again."""

@@ -69,7 +69,7 @@ class _Reads(TorchDispatchMode):
 
 
 def place() -> str:
-    """The innermost line of one of OWNERS' packages on the stack, as `ds_trainer/loop.py:96 train_step`."""
+    """The innermost line of one of OWNERS' packages on the stack, as `ds_trainer/run/loop.py:96 train_step`."""
     roots = {f"{sys.modules[name].__path__[0]}/": name for name in OWNERS if name in sys.modules}
     frame = sys._getframe(1)
     while frame is not None:

@@ -14,10 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from support.exhaustive import chosen
 from torch import nn
 
-from ds_trainer.config.recipe import GroupRule
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters, parameter_groups
 from ds_trainer.ranks import distributed
+from ds_trainer.recipe.recipe import GroupRule
 
 OLD, NEW = Hyperparameters(0.01, 0.1), Hyperparameters(0.02, 0.0, (0.8, 0.98), 1e-6)
 SAVED_AT, STEPS = 3, 5

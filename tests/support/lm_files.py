@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.lm.lm_task import LmTask
 
 LINES = [

@@ -21,16 +21,16 @@ from support import hyperparameters
 from support.exhaustive import chosen, exhaustive
 from support.words import WORDS
 
-from ds_trainer import loop
 from ds_trainer.cli.train import read_train_job
-from ds_trainer.config.jobs import TrainJob
 from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine.checkpoint import Checkpoints
-from ds_trainer.phase import plan_phase
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
+from ds_trainer.recipe.jobs import TrainJob
 from ds_trainer.report.log import RunLog
-from ds_trainer.starting_models import StartingModels
+from ds_trainer.run.phase import plan_phase
+from ds_trainer.run.run import loop
+from ds_trainer.run.starting_models import StartingModels
 
 STEPS, EVALUATE, SAVE = 18, 6, 5
 """240 examples in batches of 16: an epoch ends after step 15. It is asked whether to stop after every step, and 4 times

@@ -12,8 +12,8 @@ import torch
 from support.squad_examples import SMALL, word_pieces
 from transformers import BertConfig, BertModel
 
-from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.recipe.task_specs import SquadSpec
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.squad.squad_file import GoldAnswer, Question
 from ds_trainer.tasks.squad.squad_task import SquadTask, WindowAnswer

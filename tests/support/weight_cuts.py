@@ -8,10 +8,10 @@ import sys
 import torch
 import transformers
 
-from ds_trainer.config.cut_specs import CutSpec
-from ds_trainer.models.cut.layerwise import Calibration
-from ds_trainer.models.cut.weights import cut_weights
+from ds_trainer.cuts.layerwise import Calibration
+from ds_trainer.cuts.weights import cut_weights
 from ds_trainer.ranks import distributed
+from ds_trainer.recipe.cut_specs import CutSpec
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}

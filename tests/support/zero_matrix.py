@@ -22,8 +22,6 @@ from support.host_waits import host_waits
 from support.zeroed import empty
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
-from ds_trainer.config.recipe import GroupRule, Phase, parse_recipe
-from ds_trainer.config.schedules import lr_multiplier
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
 from ds_trainer.models.folders import train_tokenizer
@@ -31,8 +29,10 @@ from ds_trainer.models.layers import encoder_linears
 from ds_trainer.models.pretrained import CLASSIFIER
 from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.models.shrink import shrink
-from ds_trainer.objective import Objective
 from ds_trainer.ranks import distributed
+from ds_trainer.recipe.recipe import GroupRule, Phase, parse_recipe
+from ds_trainer.recipe.schedules import lr_multiplier
+from ds_trainer.run.objective import Objective
 from ds_trainer.tasks.task import Batch, Forward
 from ds_trainer.techniques.exits.heads import LayerStates
 from ds_trainer.techniques.registry import build_techniques

@@ -10,7 +10,7 @@ import pytest
 from support.lm_files import CHATML, SMALL, chat, decoder_folder, lm_task
 from transformers import GPT2Config, LlamaConfig
 
-from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.registry import check_data_files, training_texts
 
 MARKED = (

@@ -25,11 +25,11 @@ from support.report_runs import write_run
 from transformers import BertConfig, BertModel
 
 from ds_trainer.cli.report import report_command
-from ds_trainer.config.recipe import parse_task
-from ds_trainer.config.task_specs import FAMILIES, family
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.recipe import parse_task
+from ds_trainer.recipe.task_specs import FAMILIES, family
 from ds_trainer.report import figures
 from ds_trainer.tasks.registry import build_task, check_data_files
 from ds_trainer.tasks.text.glue import GLUE

@@ -23,9 +23,9 @@ from transformers import (
     ViTConfig,
 )
 
-from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.lm.lm_task import LmAnswer, LmTask
 

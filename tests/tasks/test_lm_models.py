@@ -15,8 +15,8 @@ from transformers import (
     XLNetConfig,
 )
 
-from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.lm.lm_task import LmTask
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.lm.lm_text import records
 from ds_trainer.tasks.registry import check_data_files, training_texts
 

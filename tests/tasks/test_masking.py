@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.data import Array
 from ds_trainer.tasks.lm.masking import TokenMasking, choose, mask_tokens, token_weights
 

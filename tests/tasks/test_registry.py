@@ -11,9 +11,9 @@ from support.csv_files import write_csv
 from support.launching import run_python
 from transformers import BertConfig, BertModel
 
-from ds_trainer.config import recipe
-from ds_trainer.config.task_specs import FAMILIES, Family, TaskBase, TextSpec
 from ds_trainer.models.folders import train_tokenizer
+from ds_trainer.recipe import recipe
+from ds_trainer.recipe.task_specs import FAMILIES, Family, TaskBase, TextSpec
 from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
 from ds_trainer.tasks.task import Task
 from ds_trainer.tasks.text.text_task import TextTask
@@ -71,7 +71,7 @@ def test_a_task_from_outside_needs_one_entry(tmp_path: Path) -> None:
 def test_every_family_is_complete() -> None:
     """Each name of the table can be imported, and no task name selects two families."""
     code = (
-        "import pkgutil; from ds_trainer.config.task_specs import FAMILIES\n"
+        "import pkgutil; from ds_trainer.recipe.task_specs import FAMILIES\n"
         "modules = [pkgutil.resolve_name(entry.data) for entry in FAMILIES.values()]\n"
         "[(each.records, each.training_texts) for each in modules]\n"
         "import sys; print({'torch', 'numpy'} & set(sys.modules))"

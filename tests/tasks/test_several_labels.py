@@ -14,14 +14,14 @@ import torch
 from support.csv_files import SENTENCES
 from transformers import BertConfig, BertForSequenceClassification, pipeline
 
-from ds_trainer.config.exit_specs import ExitsSpec
-from ds_trainer.config.task_specs import TextSpec
-from ds_trainer.config.technique_specs import DistillSpec
+from ds_trainer.cuts.calibration import calibration_of
 from ds_trainer.deploy.export import save_folded
 from ds_trainer.deploy.onnx_file import predictor, session, write_onnx
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.tasks.calibration import calibration_of
+from ds_trainer.recipe.exit_specs import ExitsSpec
+from ds_trainer.recipe.task_specs import TextSpec
+from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks.evaluation import decide, evaluate, score_folder
 from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.registry import build_task, check_data_files

@@ -37,8 +37,8 @@ from transformers import (
     ModernBertModel,
 )
 
-from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.recipe.task_specs import SquadSpec
 from ds_trainer.tasks.data import Examples
 from ds_trainer.tasks.squad.squad_file import GoldAnswer, Question
 from ds_trainer.tasks.squad.squad_task import SquadTask, WindowAnswer, best_spans

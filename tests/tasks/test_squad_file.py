@@ -10,8 +10,8 @@ from typing import Any
 import datasets
 import pytest
 
-from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import SquadSpec
 from ds_trainer.tasks.registry import check_data_files, training_texts
 from ds_trainer.tasks.squad.squad_file import GoldAnswer, Question, records
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.squad_examples import TOKENIZERS, gpt2_tokenizer, hard_questions, word_pieces
 
-from ds_trainer.config.task_specs import SquadSpec
+from ds_trainer.recipe.task_specs import SquadSpec
 from ds_trainer.tasks.records import Row
 from ds_trainer.tasks.squad.squad_file import Question
 from ds_trainer.tasks.squad.squad_windows import Tokens, tokenised, windows

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from support.official_files import OFFICIAL
 
-from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.files import reading
+from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks import table_rows
 from ds_trainer.tasks.records import FileRecords
 from ds_trainer.tasks.registry import check_data_files
@@ -313,7 +313,7 @@ def test_mistakes_of_every_kind_are_listed_before_torch_is_loaded(tmp_path: Path
     """One call collects them, naming what was looked for, without torch or numpy."""
     script = (
         "import sys, json; from ds_trainer.tasks.registry import check_data_files\n"
-        "from ds_trainer.config.task_specs import TextSpec\n"
+        "from ds_trainer.recipe.task_specs import TextSpec\n"
         "specs = [TextSpec.model_validate(data) for data in json.loads(sys.argv[1])]\n"
         "print(json.dumps([check_data_files(spec) for spec in specs])); print({'torch', 'numpy'} & set(sys.modules))"
     )

@@ -23,13 +23,13 @@ from transformers import (
     RobertaModel,
 )
 
-from ds_trainer.config.task_specs import TextSpec
-from ds_trainer.loop import micro_batches
 from ds_trainer.models.classifiers import label_order
 from ds_trainer.models.folders import train_tokenizer
-from ds_trainer.objective import Objective
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import TextSpec
+from ds_trainer.run.loop import micro_batches
+from ds_trainer.run.objective import Objective
 from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task, training_texts

@@ -14,10 +14,10 @@ import torch
 from support.tiny_tokenizers import SENTENCES, byte_pairs, unigrams, word_pieces
 from transformers import BertConfig, BertForTokenClassification, BertModel
 
-from ds_trainer.config.recipe import parse_task
 from ds_trainer.files.reading import content_hash
 from ds_trainer.models import classifiers
 from ds_trainer.models.folders import train_tokenizer
+from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
 from ds_trainer.tasks.token import entities, token_data

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, DistilBertConfig
 
-from ds_trainer.config.recipe import parse_recipe
-from ds_trainer.config.task_specs import TextSpec
-from ds_trainer.config.technique_specs import DistillSpec
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.models.folders import train_tokenizer
-from ds_trainer.phase import PhasePlan
+from ds_trainer.recipe.recipe import parse_recipe
+from ds_trainer.recipe.task_specs import TextSpec
+from ds_trainer.recipe.technique_specs import DistillSpec
+from ds_trainer.run.phase import PhasePlan
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.distill.distill import Distill

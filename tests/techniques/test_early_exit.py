@@ -33,7 +33,7 @@ from support.exit_models import (
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
-from ds_trainer.config.exit_specs import ExitPolicy, SavedExits
+from ds_trainer.recipe.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.techniques.exits.early_exit import (
     EarlyExitModel,
     EarlyExitOutput,

@@ -18,8 +18,8 @@ from support.exhaustive import exhaustive
 from support.exit_folders import CLASSES, ENTROPY, WORDS, exiting, make_folder, spec_of
 from torch import Tensor
 
-from ds_trainer.config.exit_specs import MOST_CONFIDENCE, Criterion, ExitPolicy, ExitsSpec
-from ds_trainer.config.task_specs import TextSpec
+from ds_trainer.recipe.exit_specs import MOST_CONFIDENCE, Criterion, ExitPolicy, ExitsSpec
+from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits import exit_evaluation

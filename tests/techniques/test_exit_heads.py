@@ -11,7 +11,7 @@ from support.exhaustive import chosen
 from support.exit_models import FAMILIES, LAYERS, SMALL, WIDTH, classifier, pad_of, randomise, texts
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from ds_trainer.config.exit_specs import EXITS_FILE, ExitPolicy, SavedExits
+from ds_trainer.recipe.exit_specs import EXITS_FILE, ExitPolicy, SavedExits
 from ds_trainer.techniques.exits.heads import (
     HEADS_FILE,
     ExitHead,

@@ -13,10 +13,10 @@ from support.exit_models import randomise
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification, BertModel
 
-from ds_trainer.config.exit_specs import EXITS_FILE, ExitPolicy, ExitsSpec
-from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.deploy.export import save_folded
 from ds_trainer.models.folders import save_folder
+from ds_trainer.recipe.exit_specs import EXITS_FILE, ExitPolicy, ExitsSpec
+from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques import registry

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 from ds_trainer.cli.calibrate import calibrate_command
-from ds_trainer.config.exit_specs import ExitPolicy, ExitsSpec
 from ds_trainer.models.folders import save_folder
+from ds_trainer.recipe.exit_specs import ExitPolicy, ExitsSpec
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward, Task
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, doubts_of_all, load_for_inference

@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.prune_phases import make_model, run
 
-from ds_trainer.config.recipe import parse_recipe
 from ds_trainer.models.layers import encoder_linears
+from ds_trainer.recipe.recipe import parse_recipe
 from ds_trainer.techniques.prune.keep_zeros import KeepZeros
 from ds_trainer.techniques.technique import PhaseLength
 

@@ -12,12 +12,12 @@ from support.lm_files import LINES, bytes_tokenizer
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from ds_trainer.config.recipe import parse_recipe
-from ds_trainer.config.task_specs import LmSpec
-from ds_trainer.config.technique_specs import LayerSkipSpec
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.recipe import parse_recipe
+from ds_trainer.recipe.task_specs import LmSpec
+from ds_trainer.recipe.technique_specs import LayerSkipSpec
 from ds_trainer.tasks.lm.lm_task import LmTask
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.layer_skip.layer_skip import LayerSkip

@@ -21,11 +21,11 @@ from support.zero_matrix import ToyTask, batch_of, bert, phase_of
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from ds_trainer.config.prune_specs import PruneSpec
 from ds_trainer.models.layers import count_weights, encoder_layers, encoder_linears, layers_of, sizes_of
 from ds_trainer.models.shrink import shrink
 from ds_trainer.models.shrunk_model import resize
 from ds_trainer.ranks.failures import NonFiniteLossError
+from ds_trainer.recipe.prune_specs import PruneSpec
 from ds_trainer.tasks.losses import hard_concrete, score_penalty
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.prune import advice

@@ -16,10 +16,10 @@ from transformers import (
     GPT2Config,
 )
 
-from ds_trainer.config.recipe import parse_task
-from ds_trainer.config.technique_specs import DistillSpec
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.ranks import progress
+from ds_trainer.recipe.recipe import parse_task
+from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.techniques.distill import teacher_cache

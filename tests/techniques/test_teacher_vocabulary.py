@@ -10,14 +10,14 @@ from support.tiny_tokenizers import SENTENCES, byte_pairs, word_pieces
 from support.zeroed import FAMILIES, randomised
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
-from ds_trainer.config.cut_specs import VocabularySpec
-from ds_trainer.config.recipe import parse_task
-from ds_trainer.config.task_specs import TextSpec
-from ds_trainer.config.technique_specs import DistillSpec
+from ds_trainer.cuts.task_vocabulary import cut_vocabulary_for
 from ds_trainer.models.folders import save_folder
+from ds_trainer.recipe.cut_specs import VocabularySpec
+from ds_trainer.recipe.recipe import parse_task
+from ds_trainer.recipe.task_specs import TextSpec
+from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward
-from ds_trainer.tasks.vocabulary import cut_vocabulary_for
 from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.technique import PhaseLength
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.data import Chunk
 from ds_trainer.tasks.lm.lm_text import Message
 from ds_trainer.tasks.lm.sequences import Tally

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, input_names
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
+from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, pack, spread
 from ds_trainer.tasks.lm import lm_text
 from ds_trainer.tasks.lm.chat import Conversations

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.files.messages import kind_of, quoted
 from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.records import (
     FileRecords,
     HubRecords,

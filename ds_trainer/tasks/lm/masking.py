@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_trainer.config.task_specs import LmSpec
+from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.data import Array
 
 _LEAST_WEIGHT = 1e-300

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from ds_trainer.config.task_specs import LmSpec
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import LmSpec
 
 _CHUNK = 512
 

@@ -11,10 +11,10 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
-from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.reading import check_file, content_hash, read_file
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import SquadSpec
 from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, find_file
 
 _FLAT = ("id", "context", "question", "answers")

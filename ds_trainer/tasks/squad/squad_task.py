@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.files.messages import listed
 from ds_trainer.models.pretrained import ANSWERER
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import SquadSpec
 from ds_trainer.tasks.data import ExampleIds, Examples
 from ds_trainer.tasks.records import Records, Row
 from ds_trainer.tasks.squad import squad_file

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_trainer.config.task_specs import SquadSpec
 from ds_trainer.files.messages import quoted
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import SquadSpec
 from ds_trainer.tasks.data import Array
 from ds_trainer.tasks.records import Row
 from ds_trainer.tasks.squad.squad_file import Question

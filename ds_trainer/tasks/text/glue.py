@@ -6,7 +6,7 @@ The module loads neither torch nor numpy.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ds_trainer.config.task_specs import TextSpec
+from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.text.docstrings import PACKAGES
 
 REGRESSION_METRICS: tuple[str, ...] = ("pearson", "spearman")

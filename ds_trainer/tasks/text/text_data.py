@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ds_trainer.config.task_specs import FAMILIES, TextSpec
 from ds_trainer.files.messages import kind_of, listed, quoted, shown
+from ds_trainer.recipe.task_specs import FAMILIES, TextSpec
 from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, find_file, text_in
 from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.glue import GLUE, TASK_NAMES, is_regression, label_mistakes

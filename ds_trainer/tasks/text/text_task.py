@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_trainer.config.task_specs import TextSpec
 from ds_trainer.files.messages import listed
 from ds_trainer.models import classifiers
 from ds_trainer.models.pretrained import CLASSIFIER, load_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.data import Array, ExampleIds, Examples
 from ds_trainer.tasks.held_out import HELD_OUT, source_split
 from ds_trainer.tasks.records import Records

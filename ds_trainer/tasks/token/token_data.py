@@ -11,10 +11,10 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from ds_trainer.config.task_specs import TokenSpec
 from ds_trainer.files.messages import kind_of, listed, quoted
 from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import TokenSpec
 from ds_trainer.tasks.records import FileRecords, Record, Records, Row, find_file, table
 from ds_trainer.tasks.table_rows import lines
 

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_trainer.config.task_specs import TokenSpec
 from ds_trainer.files.messages import listed
 from ds_trainer.models import classifiers
 from ds_trainer.models.pretrained import TOKEN_CLASSIFIER
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import TokenSpec
 from ds_trainer.tasks.data import ExampleIds, Examples
 from ds_trainer.tasks.held_out import source_split
 from ds_trainer.tasks.records import Records, Row

@@ -24,11 +24,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.recipe import GroupRule
-from ds_trainer.config.technique_specs import DistillSpec
 from ds_trainer.models.pretrained import load_config, load_tokenizer
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.recipe import GroupRule
+from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks import losses
 from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_trainer.config.jobs import DTYPES
-from ds_trainer.config.technique_specs import DistillSpec
 from ds_trainer.files.messages import listed
 from ds_trainer.models.pretrained import load_config
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.jobs import DTYPES
+from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks.data import Array
 from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.task import Batch, Task

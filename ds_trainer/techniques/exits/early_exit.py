@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ds_trainer.config.exit_specs import Criterion, ExitPolicy, check_policy
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.pretrained import load_trained
+from ds_trainer.recipe.exit_specs import Criterion, ExitPolicy, check_policy
 from ds_trainer.techniques.exits.heads import ExitHead, has_exits, load_heads, model_head
 from ds_trainer.techniques.layer_states import LayerStates, after_layer
 

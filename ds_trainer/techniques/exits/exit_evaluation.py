@@ -20,9 +20,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec, aim_mistakes
 from ds_trainer.ranks import distributed, timing
 from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.recipe.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec, aim_mistakes
 from ds_trainer.tasks.data import spread
 from ds_trainer.tasks.evaluation import Answers, answers_of, load_on_device, split_prefix
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.exit_specs import ExitsSpec, SavedExits, aim_mistakes, policy_of
-from ds_trainer.config.recipe import GroupRule
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.recipe.exit_specs import ExitsSpec, SavedExits, aim_mistakes, policy_of
+from ds_trainer.recipe.recipe import GroupRule
 from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.exits import exit_evaluation

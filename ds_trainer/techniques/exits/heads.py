@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ds_trainer.config.exit_specs import EXITS_FILE, Pooling, SavedExits
-from ds_trainer.config.recipe import saved_exits
 from ds_trainer.files.writing import write_whole
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.pretrained import TOKEN_CLASSIFIER
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.exit_specs import EXITS_FILE, Pooling, SavedExits
+from ds_trainer.recipe.recipe import saved_exits
 from ds_trainer.techniques.layer_states import LayerStates
 
 HEADS_FILE = "exit_heads.safetensors"

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.technique_specs import LayerSkipSpec
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.technique_specs import LayerSkipSpec
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.layer_states import LayerStates
 from ds_trainer.techniques.technique import PhaseLength, Technique

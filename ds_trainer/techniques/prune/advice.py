@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ds_trainer.config.prune_specs import BY_SHARE, PruneSpec
+from ds_trainer.recipe.prune_specs import BY_SHARE, PruneSpec
 from ds_trainer.tasks.losses import hard_concrete
 
 # Movement with less has failed: MiniLM, pruned to 15% on SST-2, ends at chance with 0.011 and 0.077 (765 steps at 3e-5

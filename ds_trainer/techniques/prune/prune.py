@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.config.prune_specs import PruneSpec
-from ds_trainer.config.recipe import GroupRule
-from ds_trainer.config.schedules import Schedule, steps_of
 from ds_trainer.models.layers import in_features, swap
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.prune_specs import PruneSpec
+from ds_trainer.recipe.recipe import GroupRule
+from ds_trainer.recipe.schedules import Schedule, steps_of
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.prune import advice
 from ds_trainer.techniques.prune.masked import MaskedLinear, StepMask

@@ -1,0 +1,156 @@
+"""Cut heads and neurons of a trained model, and refit the weights that are kept.
+
+Each block (attention, feed-forward) has an outer linear layer, whose inputs are the outputs of its heads or neurons.
+The cut removes inputs of this layer by optimal brain surgeon, solves its weight and bias for the inputs that are kept,
+and writes zeros for the others; `models/shrink.py` then makes the smaller model. Blocks are cut in the order in which
+the model computes them, each on the inputs that it gets from the blocks that are cut already.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_trainer.cuts.fitting import CutRecord, Fitting, Gram, Replacement
+from ds_trainer.cuts.layerwise import Calibration, Layerwise, without_products
+from ds_trainer.cuts.surgeon import least_squares, magnitude_removal, removal
+from ds_trainer.models.layers import SIZES_OF, Block, blocks_of, decisions_of, is_emptied, layers_of, rows_of
+from ds_trainer.models.shrink import check_known
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.cut_specs import CutSpec
+
+KINDS = {"head": ("attention",), "neuron": ("feed_forward",)}
+"""The kinds of blocks that a granularity cuts; the others cut both."""
+
+
+@dataclass(frozen=True)
+class CutBlock:
+    """A block that can be cut, and how many heads (groups that share a key and a value) or neurons it has."""
+
+    name: str
+    """The name of its outer linear layer in the model."""
+    block: Block
+    layer: nn.Module
+    count: int
+    lowest: int
+    """The number of decisions that it keeps in any case."""
+
+    @property
+    def outer(self) -> Any:
+        return self.layer.get_submodule(self.block.outer)
+
+    @property
+    def linears(self) -> list[Any]:
+        """The linear layers of the block, the outer one last."""
+        return [self.layer.get_submodule(name) for name in (*self.block.inner, self.block.outer)]
+
+
+def cut_places(model: Any, spec: CutSpec) -> dict[str, CutBlock]:
+    """Return the blocks that the spec cuts, in the model's order. UserError where the model has none of them."""
+    check_known(model)
+    places = {}
+    for layer_name, layer in layers_of(model).items():
+        for block in blocks_of(layer):
+            if block.kind in KINDS.get(spec.granularity, SIZES_OF) and not is_emptied(layer.get_submodule(block.core)):
+                name, count = f"{layer_name}.{block.outer}", decisions_of(block, layer, model.config)
+                lowest = min(count, spec.min_heads) if block.kind == "attention" else 0
+                places[name] = CutBlock(name, block, layer, count, lowest)
+    if not places:
+        raise UserError(f"cut: {type(model).__name__} has nothing of the granularity {spec.granularity} to cut")
+    return places
+
+
+def uniform_counts(places: Mapping[str, CutBlock], keep: float) -> dict[str, int]:
+    """Return how many decisions each block keeps if all keep the same share: at least one. UserError where all stay."""
+    counts = {name: max(1, place.lowest, round(keep * place.count)) for name, place in places.items()}
+    if all(place.count <= max(1, place.lowest) for place in places.values()):
+        raise UserError("cut: every layer has only the heads that must stay, which are one and min_heads: cut neurons")
+    if all(counts[name] == place.count for name, place in places.items()):
+        raise UserError(f"cut: a share of {keep} rounds to all heads and neurons: lower it")
+    return counts
+
+
+class OuterCut:
+    """The outer linear layer of a block, the order in which its inputs go, and its weights with fewer of them."""
+
+    def __init__(self, place: CutBlock, gram: Gram, spec: CutSpec) -> None:
+        self.count, self.spec = place.count, spec
+        self.fitting = Fitting(place.outer, gram, spec.damping)
+        if spec.method == "obs":
+            width = self.fitting.weight.shape[1] // place.count
+            self.removal = removal(self.fitting.weight, self.fitting.damped, width)
+        else:
+            self.removal = magnitude_removal(_magnitudes(place))
+
+    def keeping(self, count: int) -> Replacement:
+        """Return the layer's weight and bias for `count` decisions, with zeros for those that are removed."""
+        dense = self.fitting.weight
+        decisions = torch.ones(self.count, dtype=torch.bool, device=dense.device)
+        decisions[self.removal.order[: self.count - count]] = False
+        columns = decisions.repeat_interleave(dense.shape[1] // self.count)
+        weight = torch.zeros_like(dense)
+        # the updates of the removals would give the same weights; one solve has less rounding
+        fitted = least_squares(dense, self.fitting.damped, columns) if self.spec.update_weights else dense[:, columns]
+        weight[:, columns] = fitted
+        return self.fitting.replacement(weight)
+
+
+def cut_blocks(
+    model: Any,
+    places: Mapping[str, CutBlock],
+    counts: Mapping[str, int],
+    calibration: Calibration,
+    spec: CutSpec,
+) -> list[CutRecord]:
+    """Cut each block of `cut_places` to its count, in place: removed heads and neurons are zeros of the outer weight.
+
+    The model is on the CPU and in evaluation mode. Every rank must take part, and gets the same weights.
+    """
+    records = []
+    smaller = {name: place for name, place in places.items() if counts[name] < place.count}
+    for place, gram in with_grams(model, smaller, calibration):
+        replacement = distributed.on_main(lambda: OuterCut(place, gram, spec).keeping(counts[place.name]))  # noqa: B023
+        replacement.write(place.outer)
+        unit: Any = SIZES_OF[place.block.kind]
+        records.append(CutRecord(place.name, unit, place.count, counts[place.name], replacement.error))
+    return records
+
+
+def with_grams(
+    model: Any,
+    places: Mapping[str, CutBlock],
+    calibration: Calibration,
+    doing: str = "cutting heads and neurons",
+) -> Iterator[tuple[CutBlock, Gram]]:
+    """Yield each block, its layer on the device, with the sums of its outer layer's inputs.
+
+    A block that is changed before the next one is taken changes the inputs of those that follow. `doing` says what is
+    done to a block where the progress is shown.
+    """
+    layerwise = Layerwise(model, calibration, doing)
+    for layer in layerwise:
+        for place in (place for place in places.values() if place.layer is layer):
+            with without_products(unused_linears(place)):
+                gram = layerwise.gram(place.name, place.outer)
+            yield place, gram
+
+
+def unused_linears(place: CutBlock) -> Iterator[Any]:
+    """Yield linear layers on which the inputs of a block's outer layer do not depend: itself, and what comes after."""
+    yield place.outer
+    for block in blocks_of(place.layer) if place.block.kind == "attention" else ():
+        if block.kind == "feed_forward" and not is_emptied(place.layer.get_submodule(block.core)):
+            yield from (place.layer.get_submodule(name) for name in (*block.inner, block.outer))
+
+
+def _magnitudes(place: CutBlock) -> Tensor:
+    """Return the sum of squares of each decision's weights, over all matrices of the block: (count,)."""
+    *inner, outer = place.linears
+    total = rows_of(outer.weight, type(outer)).square().sum(0).view(place.count, -1).sum(1)
+    for linear in inner:
+        squares = rows_of(linear.weight, type(linear)).square().sum(1)
+        total = total + squares.view(place.block.parts, place.count, -1).sum((0, 2))
+    return total.detach()

@@ -1,0 +1,246 @@
+"""Run a model layer by layer over calibration examples, so that only one layer at a time is on the device.
+
+A pass calls the model's encoder on every batch with one layer at work. The layers before it return the stored output
+of an earlier pass, and the layers after it return their input. The model's code around the layers (embeddings, masks,
+rotary positions, convolutions between layers) so runs as always, for every architecture.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_trainer.cuts.fitting import Gram
+from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features, out_features
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
+from ds_trainer.ranks.stopping import in_step
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """This rank's part of the examples that a cut is fitted to, in batches, on the CPU.
+
+    `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `answers` runs a
+    model, on whichever device it is, on some of the examples. `divergence` is that of second answers from first ones, a
+    mean over the rows of logits that are compared, on all ranks; it is collective. `loss` returns the task's mean loss
+    over one batch, by its number, times its examples, with gradient; the model is whole on one device.
+    `device` is the one on which layers run and are solved.
+    """
+
+    inputs: Sequence[Mapping[str, Tensor]]
+    attended: Sequence[Tensor]
+    answers: Callable[[nn.Module], Any]
+    divergence: Callable[[Any, Any], float]
+    loss: Callable[[nn.Module, int], Tensor]
+    device: torch.device = _CPU
+
+
+def encoder_inputs(base: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what an encoder takes of a batch. With a cache, transformers would not keep packed documents apart."""
+    accepted = inspect.signature(base.forward).parameters
+    options = {"use_cache": False} if "use_cache" in accepted else {}
+    return {name: values for name, values in batch.items() if name in accepted} | options
+
+
+class Layerwise:
+    """The layers of a model, first to last, over a calibration set. The model stays on the CPU, but for one layer.
+
+    `doing` says what is done to a layer where the progress is shown. UserError where the model does not run one list
+    of layers.
+    """
+
+    def __init__(self, model: Any, calibration: Calibration, doing: str = "cutting") -> None:
+        self.calibration, self._doing = calibration, doing
+        self._base = getattr(model, "base_model", model)
+        if model.config.is_encoder_decoder:
+            raise self._no_row()
+        self._layers = list(encoder_layers(model).values())
+        self._inputs = [encoder_inputs(self._base, batch) for batch in calibration.inputs]
+        self._outputs: list[Any] = [None] * len(self._inputs)  # of the layer before, by batch, on the CPU
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Yield each layer, on the device. It may be changed until the next one is taken."""
+        for index, layer in enumerate(progress(self._layers, self._doing, "layer")):
+            self._at = index
+            layer.to(self.calibration.device)
+            yield layer
+            if index < len(self._layers) - 1:
+                for batch, output in enumerate(in_step(self._pass(), len(self._inputs))):
+                    self._outputs[batch] = output
+            layer.cpu()
+
+    @torch.no_grad()
+    def gram(self, name: str, linear: AnyLinear) -> Gram:
+        """Run the present layer, and return the sums of the inputs of this linear layer in it; collective."""
+        gram, attended = Gram(in_features(linear), self.calibration.device), iter(self.calibration.attended)
+        with _inputs_recorded({name: linear}) as inputs:
+            for _ in in_step(self._pass(), len(self._inputs)):
+                tokens = next(attended).to(self.calibration.device)
+                for call in inputs.pop(name, ()):
+                    values = by_example(call, tokens.shape)
+                    # relative positions, for example, are no tokens: all of them count
+                    gram.add(values[tokens] if values.shape[:2] == tokens.shape else values.flatten(0, -2))
+        gram.add_ranks()
+        finite(gram.products, f"the inputs of {name}")
+        return gram
+
+    def input_groups(self, linears: Mapping[str, AnyLinear]) -> list[list[str]]:
+        """Group those of these linear layers that the present layer computes by their inputs, in order; collective.
+
+        The layers of a group, such as query, key and value, get the very same inputs.
+        """
+
+        def groups_of_first_batch() -> list[list[str]]:
+            groups: dict[tuple[int, ...], list[str]] = {}
+            with _inputs_recorded(linears) as inputs, contextlib.closing(self._pass()) as batches:
+                next(batches)
+                for name, calls in inputs.items():
+                    groups.setdefault(tuple(map(id, calls)), []).append(name)
+            return list(groups.values())
+
+        return distributed.on_main(groups_of_first_batch)
+
+    @torch.no_grad()
+    def _pass(self) -> Generator[Any, None, None]:
+        """Yield what the present layer gives for each batch, on the CPU.
+
+        The model's code calls all layers, since it makes their masks and positions, but only this layer computes.
+        """
+        layer, outputs = self._layers[self._at], iter(self._outputs)
+        computed: list[Any] = []
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            on_device = _moved((args, kwargs), self.calibration.device)
+            computed[:] = [_moved(type(layer).forward(layer, *on_device[0], **on_device[1]), _CPU)]
+            return computed[0]
+
+        def skip(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            # some layers return a tuple: of what a layer returns beside the hidden states, any stands for any
+            like = (computed or before)[0]
+            return (hidden, *like[1:]) if isinstance(like, tuple) else hidden
+
+        before: list[Any] = []
+        with contextlib.ExitStack() as standing_aside:
+            for index, other in enumerate(self._layers):
+                forward = compute if index == self._at else skip
+                if index == self._at - 1:
+                    forward = lambda *_, **__: before[0]  # noqa: E731
+                standing_aside.enter_context(_forward_replaced(other, forward))
+            for inputs in self._inputs:
+                before[:] = [next(outputs)]
+                computed.clear()
+                self._base(**inputs)
+                if not computed:
+                    raise self._no_row()
+                yield computed[0]
+
+    def _no_row(self) -> UserError:
+        return UserError(
+            f"cut: {type(self._base).__name__} does not run one list of layers, one after another, as a cut needs: "
+            "take another model"
+        )
+
+
+def finite(sums: Tensor, of: str) -> Tensor:
+    """Return sums of all ranks over the calibration examples. UserError where they are not finite."""
+    if not sums.isfinite().all():
+        raise UserError(
+            f"cut: {of} are not finite (NaN or infinity) on the calibration examples, though all weights are finite: "
+            "the model overflows on these texts: train it again, with a lower learning rate"
+        )
+    return sums
+
+
+def by_example(values: Tensor, tokens: torch.Size) -> Tensor:
+    """Return the inputs or outputs of a linear layer as (rows, length, width), if its model has flattened the tokens.
+
+    `tokens` is (rows, length). OPT flattens them, for example. Vectors of something else become one row.
+    """
+    if values.dim() > 2:
+        return values
+    return values.unflatten(0, tokens) if len(values) == tokens.numel() else values[None]
+
+
+@contextlib.contextmanager
+def without_products(linears: Iterable[AnyLinear]) -> Iterator[None]:
+    """Let these linear layers return zeros, to save the time of their products where nothing uses the results."""
+
+    def zeros(features: int, inputs: Tensor) -> Tensor:
+        return inputs.new_zeros(*inputs.shape[:-1], features)
+
+    with contextlib.ExitStack() as replaced:
+        for linear in linears:
+            replaced.enter_context(_forward_replaced(linear, partial(zeros, out_features(linear))))
+        yield
+
+
+@torch.no_grad()
+def observe(
+    model: Any,
+    modules: Mapping[str, nn.Module],
+    calibration: Calibration,
+    see: Callable[[str, Tensor, Tensor], object],
+) -> None:
+    """Run the model without its head on the device, and show what each call of these modules is given and gives.
+
+    `see` gets the module's name, then both (tokens, width), of the tokens that are attended.
+    """
+    base, attended = model.to(calibration.device).base_model, list[Tensor]()
+
+    def hook(name: str) -> Any:
+        def show(_: nn.Module, given: tuple[Tensor, ...], out: Any) -> None:
+            see(name, given[0][attended[-1]], (out[0] if isinstance(out, tuple) else out)[attended[-1]])
+
+        return show
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
+    count, pairs = len(calibration.inputs), zip(calibration.inputs, calibration.attended, strict=True)
+    for inputs, tokens in progress(in_step(pairs, count), "observing the model", "batch", count):
+        attended.append(tokens.to(calibration.device))
+        base(**encoder_inputs(base, {name: values.to(calibration.device) for name, values in inputs.items()}))
+    for handle in handles:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _inputs_recorded(linears: Mapping[str, AnyLinear]) -> Iterator[dict[str, list[Tensor]]]:
+    """Yield a dict that gets the inputs of each call of these linear layers, in the order of their first calls."""
+    inputs: dict[str, list[Tensor]] = {}
+    handles = [
+        linear.register_forward_pre_hook(lambda _, given, name=name: inputs.setdefault(name, []).append(given[0]))
+        for name, linear in linears.items()
+    ]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _forward_replaced(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward of this module, not of its class: the model's code may read attributes of its layers."""
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a value on a device: a tensor, or all tensors in tuples and dicts."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(one, device) for one in value)
+    return {name: _moved(one, device) for name, one in value.items()} if isinstance(value, dict) else value

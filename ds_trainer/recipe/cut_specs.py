@@ -1,0 +1,169 @@
+"""The cut of a phase: what a one-shot cut removes before training, by which method, and how much of it."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.fields import Count, Positive, Strict, only
+
+Method = Literal["obs", "magnitude", "wanda", "fisher"]
+KeptShare = Annotated[float, Field(gt=0, lt=1)]
+Size = Annotated[float, Field(strict=True, gt=0, lt=1)] | Positive
+"""A share to keep, or with an int how many to keep."""
+SIZES = ("layers", "width", "heads", "neurons")
+"""The fields of a cut that say a size of the whole model."""
+STRUCTURED = ("hybrid", "head", "neuron")
+"""The granularities that make matrices smaller. The others write zeros."""
+
+
+def _are_tokens(keep: Any) -> bool:
+    return not keep.isdigit() if isinstance(keep, str) else type(keep) is int and keep > 0
+
+
+def _are_shares(keep: Any) -> bool:
+    shares = keep if isinstance(keep, list) else [keep]
+    return keep is None or (shares != [] and all(type(share) in (int, float) and 0 < share < 1 for share in shares))
+
+
+_TOKENS = only(_are_tokens, 'give "seen", a number of tokens without quotes, or the name of a file that lists them')
+_SHARES = only(_are_shares, "give a share between 0 and 1, such as 0.5, or a falling list, such as [0.7, 0.5]")
+
+
+class VocabularySpec(Strict):
+    """Which tokens a model keeps. The special tokens, and those that spell any text, always stay."""
+
+    keep: Annotated[Literal["seen"] | Positive | str, _TOKENS] = Field(
+        "seen", description='"seen" in the training texts, the most frequent N, or a file with a token in each line'
+    )
+
+    @property
+    def file(self) -> Path | None:
+        """The file that lists the tokens, if one does."""
+        return Path(self.keep) if isinstance(self.keep, str) and self.keep != "seen" else None
+
+
+class CutSpec(Strict):
+    """A cut from a calibration set, without training, by optimal brain surgeon (arXiv 2302.04089) or its rivals."""
+
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "contiguous": (False, "leave it out, and the layers go that cost least, wherever they are"),
+    }
+
+    granularity: Literal["hybrid", "head", "neuron", "weight", "block", "2:4"] = Field(
+        "hybrid",
+        description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros',
+    )
+    layers: Size | None = Field(None, description="share of the layers to keep, or how many; instead of keep")
+    layer_criterion: Literal["loss", "cosine"] = Field(
+        "loss", description="drop layers whose absence adds least loss, or that change least (arXiv 2403.03853)"
+    )
+    width: Size | None = Field(None, description="of the residual stream: share to keep, or size (arXiv 2407.14679)")
+    heads: Size | None = Field(None, description="share of a layer's heads, or how many groups with one key and value")
+    neurons: Size | None = Field(None, description="share of each layer's neurons to keep, or how many")
+    keep: Annotated[KeptShare | list[KeptShare] | None, _SHARES] = Field(
+        None, description="share to keep (2:4: 0.5); a list cuts in steps, and divides the phase's training among them"
+    )
+    target_flops: KeptShare | None = Field(None, description="share of the encoder's FLOPs to keep; instead of keep")
+    target_latency: KeptShare | None = Field(None, description="share of the encoder's measured seconds to keep")
+    cost_tokens: Positive = Field(128, description="length in tokens of the example whose FLOPs or seconds are counted")
+    uniform: bool = Field(False, description="the same share in every layer, not shares chosen by the loss they add")
+    method: Method = Field(
+        "obs",
+        description="how to choose; obs is optimal brain surgeon for heads and neurons, and ADMM (arXiv 2406.07831), "
+        "which has the same aim, for weight, block and 2:4; wanda and fisher are for the latter alone",
+    )
+    update_weights: bool = Field(True, description="refit the weights that are kept by least squares")
+    calibration_examples: Positive = Field(512, description="training examples that the cut is fitted to")
+    damping: float = Field(0.01, gt=0, le=10, description="share of the mean variance that is added to each input's")
+    block_shape: list[Positive] = Field([32, 32], min_length=2, max_length=2, description="outputs, inputs of a block")
+    min_heads: Count = Field(0, description="heads, or groups that share a key and value, to keep in every layer")
+    vocabulary: VocabularySpec | None = Field(None, description="also keep only some tokens, or this alone")
+
+    @property
+    def targets(self) -> list[str]:
+        """The names of the fields that say how much to keep; a valid spec has one of them, or none."""
+        names = ("keep", "target_flops", "target_latency")
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
+    def sizes(self) -> dict[str, float | int]:
+        """The sizes of the whole model that are cut, the same in every layer, by the names of their fields."""
+        return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether layers or parts of them are removed, and not only tokens."""
+        return bool(self.targets or self.sizes)
+
+    @property
+    def cuts_blocks(self) -> bool:
+        """Whether matrices become smaller, and not sparse."""
+        return self.cuts_layers and self.granularity in STRUCTURED
+
+    @property
+    def share(self) -> float:
+        """The share to keep, of whatever the spec counts."""
+        share = getattr(self, self.targets[0])
+        assert isinstance(share, float), "the recipe makes one phase of each step"
+        return share
+
+    @property
+    def judges_answers(self) -> bool:
+        """Whether the cut depends on the answers of the model, whose head must then be trained."""
+        if self.sizes:
+            return self.layers is not None and self.layer_criterion == "loss"
+        if self.cuts_blocks or not self.cuts_layers:
+            return self.cuts_blocks and not self.uniform
+        by_loss = not self.uniform and self.granularity != "2:4" and self.method != "magnitude"
+        return by_loss or self.method == "fisher"
+
+    @property
+    def in_steps(self) -> "list[CutSpec]":
+        """Return a cut for each share of the list `keep`, to be made one after another, each from the trained last one.
+
+        Heads and neurons are cut out, so each later step's share is relative to what the step before has kept.
+        """
+        assert isinstance(self.keep, list), "a cut with one share has no steps"
+        before = [1.0, *self.keep[:-1]] if self.cuts_blocks else [1.0] * len(self.keep)
+        kept = [share / whole for share, whole in zip(self.keep, before, strict=True)]
+        first, *later = (self.model_copy(update={"keep": share}) for share in kept)
+        return [first, *(step.model_copy(update={"vocabulary": None}) for step in later)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_granularity(cls, data: Any) -> Any:
+        granularity = data.get("granularity") if isinstance(data, dict) else None
+        if granularity == "model":
+            raise UserError(
+                'granularity "model" was removed in 0.3: write sizes, such as "layers": 0.75, "neurons": 0.6'
+            )
+        return {"keep": 0.5} | data if granularity == "2:4" else data
+
+    def mistakes(self) -> Iterator[str]:
+        """Say what makes no sense together: amounts, and what they are of."""
+        amounts, structured, sizes = self.targets, self.granularity in STRUCTURED, " and ".join(self.sizes)
+        targets = [name for name in amounts if name != "keep"]
+        if not amounts and not sizes and self.vocabulary is None:
+            known = f"keep, target_flops, target_latency, vocabulary, or sizes of the model: {', '.join(SIZES)}"
+            yield f"nothing says how much to keep: set {known}"
+        if sizes and (amounts or self.granularity != "hybrid" or self.min_heads):
+            others = "keep, targets, granularity and min_heads"
+            yield f"{sizes}: a cut to sizes of the whole model goes without {others}: drop these, or the sizes"
+        if len(amounts) > 1:
+            yield f"{' and '.join(amounts)} are set: keep one"
+        if targets and not structured:
+            yield f"{targets[0]} counts what heads and neurons cost: set granularity to hybrid, head or neuron"
+        if targets and self.uniform:
+            yield f"uniform keeps the same share in every layer, and {targets[0]} chooses among all layers: keep one"
+        if structured and self.method in ("wanda", "fisher"):
+            yield f"method {self.method} scores single weights, and granularity is {self.granularity}: take obs"
+        if self.min_heads and self.granularity not in ("hybrid", "head"):
+            yield f"min_heads is {self.min_heads}, and no heads are cut: drop it"
+        if self.granularity == "2:4" and self.keep != 0.5:
+            yield f"keep is {self.keep}, and 2:4 keeps half: leave it out or write 0.5"
+        if isinstance(self.keep, list) and any(b >= a for a, b in itertools.pairwise(self.keep)):
+            yield f"keep is {self.keep}: a cut in steps keeps less at each, such as [0.7, 0.5, 0.25]"

@@ -1,0 +1,208 @@
+"""The specification of early exits in a recipe, and the file `exits.json` of a model folder with exit heads."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.fields import Positive, Rate, Share, Strict
+
+EXITS_FILE = "exits.json"
+DEFAULT_PATIENCE = 2
+MOST_CONFIDENCE = 1 + 1e-6
+"""A threshold of confidence may be just above 1: calibration writes such a number where no sample may leave."""
+Criterion = Literal["entropy", "confidence", "patience"]
+Pooling = Literal["first", "mean"]
+ExitTerm = Literal["heads", "distill"]
+Patience = Annotated[int, Field(strict=True, ge=1, le=1000)]
+
+
+def _check_ascending(layers: list[int]) -> list[int]:
+    if sorted(set(layers)) != layers:
+        raise UserError(f"layers are {layers}: write each once, from first to last")
+    return layers
+
+
+def _threshold(most: float, allowed: str) -> BeforeValidator:
+    """Accept a number or a list of numbers; pydantic itself would report each kind of a union in a line of its own."""
+
+    def check(value: Any) -> Any:
+        values = value if isinstance(value, list) else [value]
+        if values and all(type(number) in (int, float) and 0 <= number <= most for number in values):
+            return value
+        instead = f", not {value}" if isinstance(value, list) else ""  # of a number the caller adds it
+        raise UserError(f"write {allowed}, or a list of one per head{instead}")
+
+    return BeforeValidator(check)
+
+
+LayerNumbers = Annotated[list[Positive], Field(min_length=1), AfterValidator(_check_ascending)]
+"""Ascending numbers of layers; 1 is the first layer."""
+Threshold = Annotated[float | list[float], _threshold(sys.float_info.max, "a number of 0 or more")]
+"""One threshold for every head, or a list with one per head."""
+ConfidenceThreshold = Annotated[float | list[float], _threshold(MOST_CONFIDENCE, "a number from 0 to 1")]
+
+_CRITERIA: dict[str, Criterion] = {
+    "early_exit_entropy": "entropy",
+    "early_exit_confidence": "confidence",
+    "patience": "patience",
+    "regression_threshold": "patience",
+}
+"""The criterion that each threshold field belongs to."""
+_REMOVED_UNCERTAINTY = "least_certain", "a sequence leaves once its least certain token would: drop it, calibrate again"
+
+
+class ExitsSpec(Strict):
+    """A classifier after every layer: DeeBERT (arXiv 2004.12993) and PABEE (arXiv 2006.04152)."""
+
+    greater_is_better: ClassVar[Mapping[str, bool]] = {
+        **dict.fromkeys(("expected_saving", "speedup"), True),
+        **dict.fromkeys(("mean_layers", "seconds", "full_seconds"), False),
+    }
+    """Of what an evaluation adds to the scores, as `early_exit/speedup`."""
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "head_weights": (None, "the heads weigh 1 each, and in joint training the number of their layer: drop it"),
+        "per_head": (False, "calibrate one threshold for all heads, or write a list of thresholds, one per head"),
+        "sequence_uncertainty": _REMOVED_UNCERTAINTY,
+    }
+
+    layers: LayerNumbers | None = Field(None, description="layers that get a head, counted from 1; by default all")
+    training: Literal["heads", "joint"] = Field("heads", description="the heads alone, as in DeeBERT's stage 2, or all")
+    terms: list[ExitTerm] = Field(["heads"], min_length=1, description="by default those with a weight in the loss")
+    temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the term exits.distill")
+    pooling: Pooling | None = Field(None, description="by default that of the model's own head")
+    criterion: Criterion | None = Field(None, description="by default that of the threshold that is set, else entropy")
+    early_exit_entropy: Threshold | None = Field(None, description="leave below this entropy in nats; by default 0.1")
+    early_exit_confidence: ConfidenceThreshold | None = Field(None, description="leave above this probability; 0.9")
+    patience: Patience | None = Field(None, description="heads in a row that must agree with the one before; 2")
+    regression_threshold: Threshold | None = Field(None, description="scores that differ by less agree; by default 0.1")
+    target_speedup: float | None = Field(None, ge=1, description="calibrate for all layers / mean of layers used")
+    max_drop: Rate | None = Field(None, description="calibrate for at most this many points below the full model")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ExitsSpec:
+        if self.target_speedup is not None and self.max_drop is not None:
+            raise UserError("target_speedup and max_drop are both set: the thresholds can be picked for one of them")
+        aim, criterion = "max_drop" if self.target_speedup is None else "target_speedup", self.chosen_criterion
+        for name in self._thresholds_set():
+            if self.calibrated and name != "patience":  # calibrating a regression picks its tolerance, not its patience
+                raise UserError(f"{name} is set, and {aim} picks it: drop one of them")
+            if _CRITERIA[name] != criterion:
+                raise UserError(f'{name} goes with criterion "{_CRITERIA[name]}", not with "{criterion}": drop one')
+        return self
+
+    @property
+    def calibrated(self) -> bool:
+        return self.target_speedup is not None or self.max_drop is not None
+
+    @property
+    def chosen_criterion(self) -> Criterion | None:
+        """The criterion that is named, or else that of the first threshold that is set."""
+        return self.criterion or next((_CRITERIA[name] for name in self._thresholds_set()), None)
+
+    def _thresholds_set(self) -> list[str]:
+        return [name for name in _CRITERIA if getattr(self, name) is not None]
+
+
+class ExitPolicy(Strict):
+    """The rule by which a sample leaves.
+
+    `thresholds` has one entry per head. By patience only a regression has thresholds: the tolerances within which two
+    scores agree.
+    """
+
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {"sequence_uncertainty": _REMOVED_UNCERTAINTY}
+    criterion: Criterion
+    thresholds: list[Rate] = Field(default_factory=list)
+    patience: Patience | None = None
+
+    @property
+    def of_regression(self) -> bool:
+        """Whether it is patience with tolerances, which only a regression has."""
+        return self.criterion == "patience" and bool(self.thresholds)
+
+
+class SavedExits(Strict):
+    """The content of `exits.json`: the layers with an exit head beside the model's own, and the exit policy.
+
+    Heads without `pooling` classify every token. Whether a sequence leaves does not depend on its `special_tokens`.
+    """
+
+    version: Literal[1] = 1
+    layers: LayerNumbers
+    pooling: Pooling | None
+    policy: ExitPolicy
+    special_tokens: list[int] = Field(default_factory=list, description="ids of tokens that are no part of a text")
+    held_out: Share = Field(0.0, description="share of the training set that was kept out of training")
+    held_out_key: str = Field("", description="hash that identifies the examples that were kept out of training")
+    calibration: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SavedExits:
+        check_policy(self.policy, len(self.layers), self.policy.of_regression)
+        return self
+
+
+def check_policy(policy: ExitPolicy, heads: int, regression: bool) -> None:
+    """Raise UserError where a policy does not fit a model with this number of heads beside its own."""
+    by_patience = policy.criterion == "patience"
+    if regression and not by_patience:
+        raise UserError(f"exits: {_no_probabilities(policy.criterion)}")
+    given, needed = len(policy.thresholds), 0 if by_patience and not regression else heads
+    if given != needed:
+        raise UserError(f"exits: {given} thresholds for {heads} heads by {policy.criterion}: give {needed}")
+    if by_patience and policy.patience is None:
+        raise UserError("exits: criterion is patience and patience is not set")
+
+
+def policy_of(spec: ExitsSpec, heads: int, regression: bool) -> ExitPolicy:
+    """Return the policy of a specification; UserError where it does not fit the task or the number of heads."""
+    criterion = spec.chosen_criterion or ("patience" if regression else "entropy")
+    if spec.regression_threshold is not None and not regression:
+        raise UserError("exits: regression_threshold is set, and classes either agree or do not: drop it")
+    if criterion == "patience":
+        patience, value = spec.patience or DEFAULT_PATIENCE, spec.regression_threshold if regression else []
+    else:
+        patience, value = None, getattr(spec, f"early_exit_{criterion}")
+    if value is None:
+        value = 0.9 if criterion == "confidence" else 0.1
+    thresholds = value if isinstance(value, list) else [value] * heads
+    policy = ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience)
+    check_policy(policy, heads, regression)
+    return policy
+
+
+def aim_mistakes(
+    spec: ExitsSpec, criterion: Criterion, layers: Sequence[int], depth: int | None, regression: bool
+) -> list[str]:
+    """List why a calibration cannot succeed, known before any pass over the data; each starts with a field's name.
+
+    `layers` are those with a head beside the model's own, which follows layer `depth`; None where that is unknown.
+    """
+    if regression and criterion != "patience":
+        return [_no_probabilities(criterion)]
+    picks_patience = criterion == "patience" and not regression
+    mistakes = []
+    if spec.calibrated and spec.patience is not None and not regression:
+        mistakes.append(f"patience {spec.patience}: it goes with a regression; for classes it is calibrated: drop it")
+    if spec.target_speedup is None or depth is None:
+        return mistakes
+    # with patience n a sample can leave at head n + 1 at the earliest
+    skipped = (1 if picks_patience else spec.patience or DEFAULT_PATIENCE) if criterion == "patience" else 0
+    earliest = [*layers, depth][min(skipped, len(layers))]
+    if spec.target_speedup > depth / earliest:
+        fastest = math.floor(100 * depth / earliest) / 100
+        mistakes.append(
+            f"target_speedup {spec.target_speedup:g}: the fastest is {fastest:g}, for nobody leaves before layer "
+            f"{earliest} of {depth}; set it to that or less, or add earlier heads"
+        )
+    return mistakes
+
+
+def _no_probabilities(criterion: Criterion) -> str:
+    return f'criterion is "{criterion}", and a regression has no probabilities: set "patience"'

@@ -1,0 +1,174 @@
+"""The specifications of distillation, of a phase's techniques together, and of a student to start from.
+
+Pruning and exits have files of their own. Loss weights live in the phase's loss table alone: `recipe.py` takes the
+weights of the original scripts, `final_lambda` and the `alpha_*`, there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.exit_specs import ExitsSpec
+from ds_trainer.recipe.fields import Count, Positive, Rate, Share, Strict, TechniqueSpec, only
+from ds_trainer.recipe.prune_specs import PruneSpec
+
+Term = Literal["logits", "mse", "cos", "hidden"]
+LayerPair = Annotated[list[Annotated[int, Field(strict=True, ge=-1)]], Field(min_length=2, max_length=2)]
+_PAIRS = "[student, teacher]: 1 is the first layer, -1 the last, 0 the embeddings"
+
+
+class TopKSpec(Strict):
+    """What a cache keeps of a language-model teacher: its likeliest tokens and the mass of all others."""
+
+    top_k: Positive = Field(description="tokens of which the probability is kept at each position")
+
+
+def _is_cache(value: Any) -> bool:
+    top_k = value.get("top_k") if isinstance(value, dict) and value.keys() == {"top_k"} else None
+    return isinstance(value, bool | TopKSpec) or (type(top_k) is int and top_k > 0)
+
+
+_CACHE = only(_is_cache, 'write true, false, or {"top_k": 64}, tokens from 1 up')
+
+
+class DistillSpec(TechniqueSpec):
+    """Distillation from a frozen teacher, as in DistilBERT (arXiv 1910.01108); `distill.py` explains the terms."""
+
+    models: ClassVar = ("teacher",)
+
+    teacher: str = Field(description='a folder, a hub name, "@model", or "@NAME" of an earlier phase')
+    terms: list[Term] = Field(["logits"], min_length=1, description="by default those in the loss table")
+    temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the logits term")
+    divergence: Literal["forward", "reverse", "js"] = Field(
+        "forward", description="of the logits: KL(teacher || student), KL(student || teacher), or Jensen-Shannon"
+    )
+    restrict_ce_to_mask: bool = Field(False, description="MLM: distil the logits at the masked positions only")
+    layer_pairs: list[LayerPair] = Field([[-1, -1]], min_length=1, description=_PAIRS)
+    teacher_dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="in which the teacher computes")
+    teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
+    cache_teacher: Annotated[bool | TopKSpec, _CACHE] = Field(
+        False, description='keep its answers to the training set on disk; {"top_k": 64}: of the likeliest tokens'
+    )
+    freeze_pos_embs: bool = Field(False, description="freeze the student's position embeddings; it must have some")
+    freeze_token_type_embds: bool = Field(False, description="the same for its token-type embeddings")
+    alpha_ce: Rate | None = Field(None, description='beside alpha_distil the weight "task", else "distill.logits"')
+    alpha_distil: Rate | None = Field(None, description='becomes the loss weight "distill.logits"')
+    alpha_mlm: Rate | None = Field(None, description='becomes the loss weight "task"')
+    alpha_clm: Rate | None = Field(None, description='becomes the loss weight "task"')
+    alpha_squad: Rate | None = Field(None, description='becomes the loss weight "task"')
+    alpha_mse: Rate | None = Field(None, description='becomes the loss weight "distill.mse"')
+    alpha_cos: Rate | None = Field(None, description='becomes the loss weight "distill.cos"')
+
+    def mistakes(self) -> Iterator[str]:
+        if self.top_k and "mse" in self.terms:
+            yield "cache_teacher keeps no logits with top_k, which the term mse compares: drop one of them"
+
+    @field_validator("terms", mode="before")
+    @classmethod
+    def _without_attention(cls, value: Any) -> Any:
+        if isinstance(value, list) and "attention" in value:
+            raise UserError("the term distill.attention was removed in 0.3: use distill.hidden, or distill.cos")
+        return value
+
+    @property
+    def compared_layers(self) -> list[LayerPair]:
+        """The `layer_pairs`, if a term compares their states."""
+        return self.layer_pairs if {"cos", "hidden"} & set(self.terms) else []
+
+    @property
+    def top_k(self) -> int:
+        """The number of tokens that the cache keeps at each position, 0 if it keeps whole answers or there is none."""
+        return self.cache_teacher.top_k if isinstance(self.cache_teacher, TopKSpec) else 0
+
+
+class LayerSkipSpec(Strict):
+    """Layer dropout and early-exit losses of a decoder, as in LayerSkip (arXiv 2404.16710), for the task "clm"."""
+
+    layer_dropout: Share = Field(0.1, description="chance that a sample skips the last layer; 0 at the first layer")
+    dropout_schedule: Literal["constant", "exponential"] = Field("constant", description="exponential grows from 0")
+    curriculum: Literal["rotational", "gradual"] = Field(
+        "rotational", description="which exits a step trains: by turns, or more and more, from the last one down"
+    )
+    rotation: Positive | None = Field(None, description="N: a step trains one exit in N; by default one exit in all")
+
+    def mistakes(self) -> Iterator[str]:
+        if self.rotation is not None and self.curriculum != "rotational":
+            yield "rotation is how many turns the curriculum rotational has: drop it beside gradual"
+
+
+class Techniques(Strict):
+    """The techniques of a phase, alone or together; a key that is absent, or null, is a technique that is not used."""
+
+    exits: ExitsSpec | None = Field(None, description="train heads at which sure samples leave")
+    prune: PruneSpec | None = Field(None, description="mask weights, or parts of the matrices, by scores")
+    distill: DistillSpec | None = Field(None, description="learn from a teacher")
+    layer_skip: LayerSkipSpec | None = Field(None, description="train a decoder to draft with its first layers")
+    keep_zeros: Literal[True] | None = Field(
+        None, description="train on without the zeros of a pruned model coming back; by elementwise optimizers"
+    )
+
+    def mistakes(self) -> Iterator[str]:
+        if self.prune and self.keep_zeros:
+            yield "keep_zeros keeps the zeros that are there, and prune makes others: drop one of them"
+
+    @property
+    def models(self) -> dict[tuple[str, str], str]:
+        """The models that the techniques name, such as a teacher, by technique and field."""
+        return {
+            (name, field): getattr(spec, field) for name, spec in self if spec for field in getattr(spec, "models", ())
+        }
+
+    def with_models(self, models: Mapping[tuple[str, str], str]) -> Techniques:
+        """Return these techniques with other names of models, such as the folders that the names stand for."""
+        changed: dict[str, Any] = {}
+        for (name, field), model in models.items():
+            changed[name] = (changed.get(name) or getattr(self, name)).model_copy(update={field: model})
+        return self.model_copy(update=changed)
+
+
+class StudentSpec(Strict):
+    """A smaller model to start from: chosen layers of the larger one, or a config of its own with random weights."""
+
+    layers: list[Count] | None = Field(None, min_length=1, description="counted from 0; embeddings and head go along")
+    model_type: str | None = Field(None, description='family of the copy, by default the same; "distilbert" of a BERT')
+    config: dict[str, Any] | None = Field(None, description="`model_type` and its fields: random weights instead")
+
+    def mistakes(self) -> Iterator[str]:
+        if (self.layers is None) == (self.config is None):
+            yield "set layers to copy them, or config for random weights: one of the two"
+        if self.config is not None and "model_type" not in self.config:
+            yield 'config has no "model_type": add one that transformers knows, e.g. "bert"'
+        if self.config is not None and self.model_type is not None:
+            yield "model_type goes with layers: beside config, write it inside config"
+
+
+def loss_weights(techniques: Mapping[str, Any]) -> dict[str, float]:
+    """Return the loss-table entries that `final_lambda` and the `alpha_*` of a phase's techniques stand for.
+
+    The original scripts disagree on alpha_ce: beside alpha_mlm, alpha_clm or alpha_squad (DistilBERT) it weighs the
+    distilled logits, beside alpha_distil (movement pruning) the task's own loss. ValueError where it is unclear which
+    of the two is meant.
+    """
+    prune, distill = (techniques.get(name) or {} for name in ("prune", "distill"))
+    keys = ("alpha_mlm", "alpha_clm", "alpha_squad", "alpha_distil")
+    given = [name for name in keys if distill.get(name) is not None]
+    # the commands of the scripts have alpha_clm 0 beside alpha_mlm
+    partners = [name for name in given if distill[name] != 0] or given[:1]
+    if len(partners) > 1:
+        raise UserError(f"{' and '.join(partners)} are both set, and each decides what alpha_ce weighs: keep one")
+    if distill.get("alpha_ce") is not None and not partners:
+        others = "add alpha_distil (then it weighs the task's loss), alpha_mlm, alpha_clm or alpha_squad (the logits)"
+        raise UserError(f"alpha_ce is set alone: {others}")
+    is_distilbert = bool(partners) and partners != ["alpha_distil"]
+    weights = {
+        "prune.penalty": prune.get("final_lambda"),
+        "task": distill.get(partners[0] if is_distilbert else "alpha_ce"),
+        "distill.logits": distill.get("alpha_ce" if is_distilbert else "alpha_distil"),
+        "distill.mse": distill.get("alpha_mse"),
+        "distill.cos": distill.get("alpha_cos"),
+    }
+    return {name: weight for name, weight in weights.items() if weight is not None}

@@ -1,0 +1,236 @@
+"""The rehearsal of a run: every phase is built before any is trained, so that a mistake in the last one shows now.
+
+A dry run also measures each phase on a few of its examples: what it will hold on each rank, ZeRO by arithmetic and
+activations by forwards and backwards, and how long its steps will take on this machine.
+"""
+
+import gc
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ds_trainer.cuts.cut_folder import expected_costs
+from ds_trainer.engine.deepspeed_check import check_with_deepspeed
+from ds_trainer.engine.engine_file import MICRO, STEPS
+from ds_trainer.engine.keys import flag_at, precision_of, value_at
+from ds_trainer.engine.live_memory import LiveMemory
+from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
+from ds_trainer.models.recomputing import can_recompute, set_recomputing
+from ds_trainer.ranks import distributed, machine
+from ds_trainer.ranks.failures import ran_out
+from ds_trainer.ranks.progress import progress
+from ds_trainer.ranks.timing import seconds
+from ds_trainer.recipe.jobs import TrainJob
+from ds_trainer.recipe.task_specs import greater_is_better
+from ds_trainer.run.phase import PhasePlan, PreparedPhase, plan_phase
+from ds_trainer.run.starting_models import RehearsedModels
+from ds_trainer.tasks.data import ExampleIds
+from ds_trainer.tasks.task import Forward
+
+_ROWS = (1, 2)
+"""The examples of the two batches through which the line of the activations is drawn."""
+_PLACES = 3
+"""The places in the order of the examples' lengths from which batches are timed."""
+_SECONDS = 1.0
+"""A batch that is timed has fewer examples than a micro-batch where that would take longer than this."""
+
+
+def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
+    """Build every phase, and return what `dry_run` prints of each. Raises UserError.
+
+    A phase that starts from the model of an earlier one is built from the model that the earlier phase starts from.
+    Students and new models are made in a temporary folder, and cuts in about their shape. DeepSpeed checks the engine
+    file once for each precision and list of rates: all else that differs between the phases this library has set.
+    """
+    aside = Path(distributed.on_main(tempfile.mkdtemp))
+    try:
+        models, descriptions = RehearsedModels(job.recipe, aside), []
+        checked: set[tuple[str, tuple[float, ...]]] = set()
+        for phase in progress(job.recipe.phases, "checking the phases", "phase"):
+            plan = plan_phase(job, phase, models)
+            descriptions.append(_rehearsed(job, plan, models, checked))
+            models.add(phase.name, plan.source)
+        distributed.barrier()  # all ranks of a host share its folder
+        return descriptions
+    finally:
+        if distributed.local_rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _rehearsed(
+    job: TrainJob, plan: PhasePlan, models: RehearsedModels, checked: set[tuple[str, tuple[float, ...]]]
+) -> dict[str, Any]:
+    phase, task = plan.phase, plan.task
+    for split in task.splits:  # a mistake in one would otherwise show after the training
+        task.examples(split)
+    for place, model in plan.techniques.models.items():
+        if job.recipe.earlier(phase, phase.techniques.models[place]) is None:  # no phase of this run will train it
+            task.check_trained(model)
+    gc.collect()
+    distributed.give_back_freed_memory()
+    process = distributed.resident_memory()
+    prepared = plan.prepare()
+    rates = tuple(group.learning_rate for group in prepared.groups)
+    if phase.trains and (precision_of(plan.engine_config), rates) not in checked:
+        check_with_deepspeed(plan.engine_config, plan.base, rates)
+        checked.add((precision_of(plan.engine_config), rates))
+    optimizer = str(value_at(plan.engine_config, "optimizer.type") or "")
+    warnings = [one.check(optimizer, plan.travel) for one in prepared.objective.techniques]
+    for warning in filter(None, [_metric_warning(plan), *warnings]):
+        distributed.warn(f"{phase.name}: {warning}")
+    description: dict[str, Any] = {
+        "phase": phase.name,
+        "starts_from": plan.source,
+        "steps": {"total": plan.length.total, "warmup": plan.length.warmup},
+        "engine_file": plan.engine_config,
+        "parameter_groups": [
+            {"name": g.name, "parameters": g.size, "learning_rate": g.learning_rate, "weight_decay": g.weight_decay}
+            for g in prepared.groups
+        ],
+        "frozen_parameters": sum(p.numel() for p in prepared.model.parameters() if not p.requires_grad),
+    }
+    if job.dry_run and phase.cut:
+        source = models.resolved(phase, phase.start_from)
+        description["cut"] = expected_costs(task, source, phase.cut, job.recipe.seed)
+    if job.dry_run and phase.trains:
+        with begun(plan, prepared) as sizes:
+            description["time"] = measure_time(plan, prepared)
+            memory = measure_memory(plan, prepared, sizes, process)
+        description["memory_per_rank"] = memory.describe(plan.engine_config, phase.gradient_checkpointing)
+    return description
+
+
+def _metric_warning(plan: PhasePlan) -> str | None:
+    """Warn where the recipe prefers checkpoints of a worse score."""
+    phase, metric = plan.phase, plan.phase.metric_for_best_model
+    known = greater_is_better(metric, plan.task.spec, *(spec for _, spec in phase.techniques)) if metric else None
+    if known is None or phase.greater_is_better in (None, known):
+        return None
+    order = "highest" if phase.greater_is_better else "lowest"
+    return f"greater_is_better lets the checkpoint of the {order} {metric} be the best"
+
+
+@contextmanager
+def begun(plan: PhasePlan, prepared: PreparedPhase) -> Iterator[ModelSizes]:
+    """Bring a phase's model and techniques to where step 0 begins, without an engine, for the length of the context.
+
+    Gradients are freed at once. Yields the sizes of the model before anything is frozen to be measured.
+    """
+    sizes = ModelSizes.of(prepared.model, prepared.groups)
+    device, precision = distributed.device(), precision_of(plan.engine_config)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16  # a CPU has no fp16, and the sizes are the same
+    prepared.model.to(device, dtype).train()
+    for parameter in prepared.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    try:
+        for technique in prepared.objective.techniques:
+            technique.rehearse(device)
+            technique.on_step(0)
+        yield sizes
+    finally:
+        for technique in prepared.objective.techniques:
+            technique.stop()
+
+
+def measure_time(plan: PhasePlan, prepared: PreparedPhase) -> dict[str, Any]:
+    """Return the seconds of all steps of a phase, and on what they were measured, as JSON values; inside of `begun`.
+
+    A teacher that answers in every step is in them, but not the optimizer's steps, evaluations, and what is done once.
+    Where memory does not suffice, `seconds` is None, and `reason` says so. Each rank takes equally many batches.
+    """
+    micro, device = plan.engine_config[MICRO], distributed.device()
+
+    def slowest(batches: Sequence[ExampleIds]) -> float:
+        """Return the mean seconds of a batch on the slowest rank, infinite where one of them runs out of memory."""
+        taken = 0.0
+        try:
+            for take in (partial(_forward_and_backward, plan, prepared, ids) for ids in batches):
+                take()  # the first time something may be loaded, or kept for the second
+                taken += seconds(take, device)
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            taken = math.inf
+        return max(distributed.broadcast(distributed.gather(taken))) / len(batches)
+
+    lengths, examples = plan.task.examples("train").lengths, 1
+    micro_batch = slowest(batches_by_length(lengths, 1, 1))
+    if micro_batch < math.inf:
+        examples = min(micro, max(1, int(_SECONDS / micro_batch)))
+        micro_batch = slowest(batches_by_length(lengths, examples, _PLACES)) * micro / examples
+    if micro_batch == math.inf:
+        return {"seconds": None, "reason": f"{examples} examples do not fit into the memory of this machine"}
+    measured_on = {"device": machine.device_name(), "threads": torch.get_num_threads()}
+    in_all = plan.length.total * plan.engine_config[STEPS] * micro_batch
+    return {"seconds": in_all, "batches": _PLACES, "examples": examples, "micro_batch": micro, **measured_on}
+
+
+def memory_of(plan: PhasePlan) -> PhaseMemory:
+    """Measure what a phase holds, apart from a rehearsal."""
+    process = distributed.resident_memory()
+    prepared = plan.prepare()
+    with begun(plan, prepared) as sizes:
+        return measure_memory(plan, prepared, sizes, process)
+
+
+def batches_by_length(lengths: np.ndarray[Any, Any], size: int, count: int) -> list[ExampleIds]:
+    """Return `count` batches from evenly spaced places in the order of the lengths, the longest first.
+
+    A batch has examples of like lengths, as training's batches have (`BatchPlan`). A training set that is smaller than
+    a batch is repeated.
+    """
+    order = np.resize(np.argsort(-lengths, kind="stable"), max(size, len(lengths)))
+    last = len(order) - size
+    starts = [round(last * (place + 0.5) / count) for place in range(count)]
+    return [order[start : start + size] for start in starts]
+
+
+def measure_memory(plan: PhasePlan, prepared: PreparedPhase, sizes: ModelSizes, process: int) -> PhaseMemory:
+    """Measure a phase's activations on its longest and its middling examples; the model is used up. Inside of `begun`.
+
+    `process` is what Python held, in bytes, before the model was built.
+    """
+    lengths = plan.task.examples("train").lengths
+    by_length = np.argsort(-lengths, kind="stable")
+    for module in prepared.model.modules():
+        if isinstance(module, nn.Embedding):  # their gradients are large, and no activations
+            module.weight.requires_grad_(False)
+
+    def peak(ids: ExampleIds) -> int:
+        with LiveMemory() as live:
+            _forward_and_backward(plan, prepared, ids)
+        return live.peak
+
+    peak(by_length[-1:])  # loads what waits for the first forward, such as a teacher
+    activations = []
+    for checkpointing in (False, True) if can_recompute(prepared.model) else (False,):
+        set_recomputing(prepared.model, checkpointing)
+        for start in (len(by_length) // 2, 0):
+            # the first time an operation or a teacher may keep something for good
+            first, second = (min(peak(ids), peak(ids)) for ids in (by_length[start : start + rows] for rows in _ROWS))
+            tokens, slope = int(lengths[by_length[start]]), second - first
+            activations.append(Activations(tokens, checkpointing, first - slope, slope))
+    held = [technique.bytes_held() for technique in prepared.objective.techniques]
+    whole, shared = (sum(column) for column in zip(*held, strict=True)) if held else (0, 0)
+    scores = sum(p.numel() for name, p in prepared.model.named_parameters() if name.endswith("mask_scores"))
+    return PhaseMemory(sizes, scores, tuple(activations), whole, shared, process, torch.cuda.is_available())
+
+
+def _forward_and_backward(plan: PhasePlan, prepared: PreparedPhase, ids: ExampleIds) -> None:
+    """Run a micro-batch of these examples."""
+    device, task, objective = distributed.device(), plan.task, prepared.objective
+    batch = task.collate(task.examples("train"), ids, 1).to(device)
+    autocast = bool(flag_at(plan.engine_config, "torch_autocast.enabled"))
+    with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+        loss, _ = objective(Forward(batch, prepared.model(**batch.inputs), 0))
+        loss.backward()

@@ -1,0 +1,111 @@
+"""Score model folders and checkpoints apart from a run, and calibrate the exits of a folder."""
+
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ds_trainer.engine.memory import explaining_memory
+from ds_trainer.files.checkpoint_files import DamagedCheckpointError
+from ds_trainer.files.run_folder import RunFolder, kept_from_runs
+from ds_trainer.files.tables import aligned
+from ds_trainer.files.writing import write_artifacts, write_json
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.joining import joined, print_json
+from ds_trainer.recipe.exit_specs import EXITS_FILE
+from ds_trainer.recipe.jobs import CalibrateJob, EvaluateJob
+from ds_trainer.recipe.recipe import saved_exits
+from ds_trainer.report.run_files import encoder_weights, is_detail
+from ds_trainer.run.checkpoint_model import model_of
+from ds_trainer.tasks.evaluation import score_folder
+from ds_trainer.tasks.registry import build_task
+from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, load_with_exits
+
+
+def evaluate_folder(job: EvaluateJob) -> dict[str, float]:
+    """Score a model folder, over all ranks, or a checkpoint; print and return the scores by name."""
+    with joined(), contextlib.ExitStack() as until_scored:
+        for saved in job.checkpoints:
+            folder, _ = until_scored.enter_context(model_of(saved, job.cache_dir))
+            job = job.model_copy(update={"model": str(folder)})
+        scores, files = _scored(job)
+        print_json(scores)  # before the files are written, which may fail
+        if job.output_file:
+            distributed.on_main(partial(write_json, job.output_file, scores))
+        if job.predictions_dir:
+            distributed.on_main(partial(write_artifacts, job.predictions_dir, files))
+    return scores
+
+
+def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
+    """Score all checkpoints of a phase, print a table of them and write `checkpoints.json`; return the scores by step.
+
+    The density is the share of the encoder's weights that are present and not 0, of those before any was cut out.
+    Damaged checkpoints are left out.
+    """
+    with joined():
+        rows: list[dict[str, Any]] = []
+        for saved in job.checkpoints:
+            try:
+                with model_of(saved, job.cache_dir) as (folder, exported):
+                    scores, files = _scored(job.model_copy(update={"model": str(folder)}))
+            except DamagedCheckpointError as error:
+                distributed.warn(f"left out: {error}")
+                continue
+            kept, whole = encoder_weights(exported) or (1, 1)
+            rows.append({"step": saved.position["step"], "scores": scores, "density": kept / whole})
+            distributed.info(f"{saved.path}: " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+            if job.predictions_dir:
+                write_artifacts(job.predictions_dir / saved.path.name, files)
+        if not rows:
+            raise UserError(f"none of the checkpoints in {job.model} is whole: there is nothing to score")
+        cells = [
+            {"step": f"{row['step']:,}"}
+            # scores of single exit heads and classes are only in the file
+            | {name: f"{value:.4f}" for name, value in row["scores"].items() if not is_detail(name)}
+            | {"encoder weights": f"{100 * row['density']:.1f}%"}
+            for row in rows
+        ]
+        print(aligned(cells), flush=True)
+        newest = job.checkpoints[-1]
+        value = {"phase": newest.phase.name, "checkpoints": rows}
+        if job.output_file:
+            write_json(job.output_file, value)
+        if job.predictions_dir:
+            write_json(job.predictions_dir / "checkpoints.json", value)
+        else:
+            with kept_from_runs(newest.run):
+                relative = newest.path.parent.relative_to(newest.run)
+                RunFolder(newest.run).write_json(str(relative / "checkpoints.json"), value)
+    return {row["step"]: row["scores"] for row in rows}
+
+
+def calibrate_exits(job: CalibrateJob) -> None:
+    """Calibrate the exits of a model folder on a task, over all ranks; the thresholds are printed as JSON."""
+    with joined():
+        task = build_task(job.task, job.model, job.cache_dir)
+        task.check_trained(job.model)
+        with explaining_memory(" in the calibration", "--batch_size", job.batch_size):
+            print_json(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
+
+
+def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
+    """Compute the scores of a model folder on every split of the task, and the files to write beside them, by name."""
+    task = build_task(job.task, job.model, job.cache_dir)
+    saved = saved_exits(job.model)
+    policy = job.exit_policy(saved)
+    with explaining_memory(" in the evaluation", "--batch_size", job.batch_size):
+        evaluation = score_folder(task, job.model, job.batch_size)
+        for warning in evaluation.warnings:
+            distributed.warn(f"{job.model}: {warning}")
+        files = evaluation.files(task) if distributed.is_main() else {}  # only rank 0 has the answers
+        if job.predictions_dir and distributed.is_main() and not files:
+            distributed.warn(
+                f"{job.predictions_dir} gets no predictions: the task {job.task.name} is scored by its loss"
+            )
+        if saved:
+            early = load_with_exits(task, Path(job.model), policy)
+            files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
+            evaluation.scores |= flat_scores(task, files[EXITS_FILE])
+    return evaluation.scores, files

@@ -1,0 +1,281 @@
+"""A tuning from end to end: measure what the phase needs, try candidates, write the best files, print one table.
+
+There are two aims. For speed, a trial times steps of one phase. The candidate that differs least from the fastest so
+far is tried next, and at the end the fastest are timed again in turns, since single times are noisy. For a score, a
+trial is a whole run, and optuna (arXiv 1907.10902) chooses what to try: all combinations where there are few, and
+otherwise what its tree-structured Parzen estimator expects to score well. Its median pruner ends runs early: a run
+whose best score so far is worse than the median of the finished ones at the same step.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean, median
+from typing import Any
+
+from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
+from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
+from ds_trainer.files.reading import free_memory
+from ds_trainer.files.redaction import redacted
+from ds_trainer.files.tables import Row, aligned
+from ds_trainer.files.writing import write_json
+from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import NothingFitsError, TuningFailedError, UserError
+from ds_trainer.recipe.jobs import TrialRequest, TuneJob
+from ds_trainer.tune import space, trials
+from ds_trainer.tune.space import RANKS, Machine, Settings
+from ds_trainer.tune.trials import MEASURED, CannotWin, Trial, TrialRecord
+
+ENGINE_FILE, RECIPE = "tuned.json", "tuned_recipe.json"
+_FINALISTS, _FINAL_ROUNDS, _FOR_FINALS = 3, 2, 0.4
+"""How many are timed again beside the user's own, how often, and the part of the budget that is kept for it."""
+_ALL, _DRAWS = 128, 1000
+"""As many combinations for a score are all tried; of more, so many are drawn at most, known and refused ones too."""
+_FINISHED, _WARM_UP = 3, 3
+"""The runs that must have finished before one is ended early, and the part of the steps in which none is: a third."""
+_TO_LOAD = 300.0
+"""Seconds that the first trial may take, for which the libraries are loaded and data are made ready."""
+_REPLACED = ("deepspeed_config", "recipe", "set", "model_name_or_path", "task_name", "data_dir", "cache_dir", "seed")
+"""The flags of a training command whose values are in the files that a tuning writes."""
+
+
+def tune(job: TuneJob) -> Trial:
+    """Find the best settings within the budget, write the files with them, and return the best trial.
+
+    Raises NothingFitsError where memory suffices for no candidate, TuningFailedError where none ran to its end, and
+    UserError where the budget does not suffice to compare anything.
+    """
+    started = time.monotonic()
+    if job.hostfile:
+        flags = ["--hostfile", str(job.hostfile), "--output_dir", str(job.output)]
+        if subprocess.run([sys.executable, "-m", "ds_trainer.cli.doctor", *flags], check=False).returncode:
+            raise UserError(f"the hosts of {job.hostfile} are not ready for a run: mend what the doctor reports first")
+    search = Search(job, measure_machine(job), started)
+    best, note = best_score(search) if job.metric else fastest(search)
+    write_results(job, search.trials, best, note)
+    return best
+
+
+def measure_machine(job: TuneJob) -> Machine:
+    """Measure on one rank what all candidates have in common; UserError in the trial's words where that fails."""
+    distributed.info(f"phase {job.phase} is measured on one rank, before the trials")
+    # batch sizes for several ranks may not suit one, and do not matter here
+    settings = {RANKS: 1, **dict.fromkeys((TRAIN, MICRO, STEPS), "auto"), "phases.*.train_batch_size": None}
+    patient = {"hostfile": None, "trial_timeout": max(job.trial_timeout, _TO_LOAD)}
+    trial = trials.run_speed_trial(job.model_copy(update=patient), settings, request(job, "machine", 0))
+    if trial.outcome != MEASURED:
+        raise UserError(f"phase {job.phase} cannot be measured on one rank ({trial.outcome}): {trial.reason}")
+    results = dict(trial.details)
+    memory, free = results.pop("memory"), results.pop("bytes_of_a_gpu") or free_memory()
+    activations = tuple(Activations(**one) for one in memory.pop("activations"))
+    phase_memory = PhaseMemory(ModelSizes(**memory.pop("sizes")), activations=activations, **memory)
+    hidden_size, gpus, held_out = (results.pop(name) for name in ("hidden_size", "gpus", "held_out"))
+    return Machine(phase_memory, hidden_size, gpus, free, held_out, results)
+
+
+def request(job: TuneJob, name: str, seconds: float) -> TrialRequest:
+    """Return what a trial of this name is to measure: steps for some seconds, or memory in 0."""
+    folder = job.output / "trials"
+    results = folder / name / "results.json"
+    return TrialRequest(phase=job.phase, results=results, models=folder / "models", seconds=seconds)
+
+
+class Search:
+    """Tries candidates; `trials` has all that became of them, the user's own files first."""
+
+    def __init__(self, job: TuneJob, machine: Machine, started: float) -> None:
+        self.job, self.machine, self.started = job, machine, started
+        self.end = started + job.budget
+        self.own = space.own_settings(job, machine)
+        self.record = TrialRecord(job, machine.identity)
+        self.trials: list[Trial] = []
+
+    @property
+    def measured(self) -> list[Trial]:
+        """The trials with a value, the best first; an error where there is none."""
+        found = [trial for trial in self.trials if trial.outcome == MEASURED]
+        if found:
+            return sorted(found, key=lambda trial: -self.job.sign * (trial.value or 0.0))
+        outcomes = {trial.outcome for trial in self.trials}
+        fits_nowhere = outcomes <= {trials.NO_MEMORY, trials.KILLED, trials.REFUSED} and trials.NO_MEMORY in outcomes
+        lines = dict.fromkeys(f"{trial.outcome}: {trial.reason}" for trial in self.trials)
+        message = "\n".join(["no candidate ran to its end:", *lines])
+        raise NothingFitsError(message) if fits_nowhere else TuningFailedError(message)
+
+    def attempt(self, settings: Settings, cannot_win: CannotWin = lambda step, score: False) -> Trial:
+        """Measure a candidate, unless it is a mistake, lacks memory by arithmetic, or was tried in other words."""
+        try:
+            key, lack = space.plan(self.job, self.machine, settings)
+        except UserError as error:
+            self.trials.append(Trial(settings, trials.REFUSED, str(error)))
+            return self.trials[-1]
+        if known := next((trial for trial in self.trials if trial.key == key), None):
+            return known
+        if lack:
+            self.trials.append(Trial(settings, trials.NO_MEMORY, lack, key=key))
+            return self.trials[-1]
+        return self.measure(settings, key, cannot_win)
+
+    def measure(self, settings: Settings, key: str, cannot_win: CannotWin = lambda step, score: False) -> Trial:
+        """Run a trial, or take the next one that an earlier call has made."""
+        name, trial = space.label(settings), self.record.take(settings)
+        if trial:
+            name = f"known: {name}"
+            for step, score in trial.details.get("curve", ()):
+                cannot_win(step, score)  # the pruner compares later runs with it
+        else:
+            distributed.info(
+                f"trial {len(self.trials) + 1}: {name} ({max(0.0, self.end - time.monotonic()):.0f} s left)"
+            )
+            if self.job.metric:
+                trial = trials.run_score_trial(self.job, settings, key[:12], cannot_win)
+            else:
+                asked = request(self.job, key[:12], self.job.trial_seconds)
+                trial = trials.run_speed_trial(self.job, settings, asked)
+            trial = replace(trial, key=key)
+            self.record.add(trial)
+        self.trials.append(trial)
+        what = f"{trial.outcome}: {trial.reason}" if trial.value is None else f"{trial.value:.4g} {self.job.unit}"
+        distributed.info(f"{name}: {what}")
+        return trial
+
+    def has_time(self, settings: Settings, end: float, left: int) -> bool:
+        """Whether one more trial would probably end in time, or is known; UserError where nothing could be compared."""
+        lasted = [trial.lasted for trial in self.trials if trial.lasted]
+        now, mean = time.monotonic(), fmean(lasted) if lasted else 0.0
+        if now + mean <= end or self.record.knows(settings):
+            return True
+        part = (end - self.started) / self.job.budget
+        enough = [f"--budget {math.ceil((now - self.started + count * mean) / part)}s" for count in (2, left)]
+        told = f"a trial takes {mean:.0f} s here, and {enough[1]} would be enough for {left} more"
+        if len(lasted) < 2:
+            raise UserError(f"the budget is too small to compare anything, give {enough[0]} at least; {told}")
+        distributed.warn(f"the budget is used up; {told}")
+        return False
+
+
+def fastest(search: Search) -> tuple[Trial, str]:
+    """Return the fastest trial, and in words how sure that is.
+
+    The user's own files win where they are slower by no more than the noise: half the range of a finalist's trials, as
+    a part of their median, and of these parts the middle one.
+    """
+    untried, own = [*space.combinations(search.job, search.machine)], search.attempt(search.own)
+    while untried:
+        others = [trial for trial in search.trials if trial.value and trial is not own]
+        pivot = max(others, key=lambda trial: trial.value or 0.0, default=own).settings
+        # of those that differ at equally many paths, the first in the order of the space
+        settings = min(untried, key=lambda each: sum(value != pivot.get(path) for path, value in each.items()))
+        if not search.has_time(settings, search.end - _FOR_FINALS * search.job.budget, len(untried)):
+            break
+        untried.remove(settings)
+        search.attempt(settings)
+    finalists = {trial.key: trial for trial in [*search.measured[:_FINALISTS], own] if trial.value}
+    for trial in [*finalists.values()] * (_FINAL_ROUNDS if len(finalists) > 1 else 0):
+        if time.monotonic() + trial.lasted < search.end or search.record.knows(trial.settings):
+            search.measure(trial.settings, trial.key)
+    times = {key: [trial.value or 0.0 for trial in search.measured if trial.key == key] for key in finalists}
+    times = {key: speeds for key, speeds in times.items() if len(speeds) > 1} or times
+    medians = {key: median(speeds) for key, speeds in times.items()}
+    noise = median((max(speeds) - min(speeds)) / 2 / medians[key] for key, speeds in times.items())
+    first = max(medians, key=lambda key: medians[key])
+    if medians.get(own.key, 0.0) >= medians[first] * (1 - noise):
+        first = own.key
+    return replace(finalists[first], value=medians[first]), f"noise {noise:.1%}"
+
+
+def best_score(search: Search) -> tuple[Trial, str]:
+    """Return the trial with the best score, and in words whether its lead may be chance; of equal ones, the first."""
+    import optuna
+
+    job, own = search.job, search.attempt(search.own)
+    if own.outcome == trials.NO_SCORE:
+        raise UserError(f"--metric is eval/{job.metric}: {own.reason}")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    curve = dict(own.details.get("curve", ()))
+    pruner = optuna.pruners.MedianPruner(_FINISHED, max(curve, default=0) // _WARM_UP, n_min_trials=_FINISHED)
+    lists = {path: _texts(values) for path, values in (job.space or {}).items() if isinstance(values, list)}
+    is_small = len(lists) == len(job.space or {}) and math.prod(map(len, lists.values())) <= _ALL
+    seed = job.train.recipe.seed
+    sampler = optuna.samplers.GridSampler(lists, seed) if is_small else optuna.samplers.TPESampler(seed=seed)
+    direction = "maximize" if job.greater_is_better else "minimize"
+    study = optuna.create_study(direction=direction, sampler=sampler, pruner=pruner)
+    if own.value is not None:
+        study.add_trial(optuna.trial.create_trial(value=own.value, intermediate_values=curve))
+
+    def objective(drawing: Any) -> float:
+        settings = dict(search.own)
+        for path, values in (job.space or {}).items():
+            if isinstance(values, list):
+                settings[path] = json.loads(drawing.suggest_categorical(path, _texts(values)))
+            else:
+                suggest = drawing.suggest_int if values.whole else drawing.suggest_float
+                settings[path] = suggest(path, values.low, values.high, log=values.log)
+        if not search.has_time(settings, search.end, 1):
+            study.stop()
+            raise optuna.TrialPruned
+
+        def cannot_win(step: int, score: float) -> bool:
+            drawing.report(score, step)
+            return bool(drawing.should_prune())
+
+        trial = search.attempt(settings, cannot_win)
+        if trial.outcome == trials.ENDED_EARLY:
+            raise optuna.TrialPruned
+        return math.nan if trial.value is None else trial.value  # optuna counts a NaN as a failure
+
+    study.optimize(objective, n_trials=_DRAWS)
+    best, count = search.measured[0], max(1, search.machine.held_out)
+    share = best.value or 0.0
+    error = math.sqrt(max(0.0, share * (1 - share)) / count)
+    told = f"one standard error of {count:,} held-out examples is {error:.4f}"
+    return best, told if str(job.metric).endswith("accuracy") else ""
+
+
+def _texts(values: list[Any]) -> list[str]:
+    """Return the values as texts, which are what optuna takes."""
+    return list(dict.fromkeys(json.dumps(value) for value in values))
+
+
+def write_results(job: TuneJob, tried: Sequence[Trial], best: Trial, note: str) -> None:
+    """Write both files with the best settings; print the table of all trials and how to train with the files."""
+    for name, file in zip((RECIPE, ENGINE_FILE), space.files_with(job, best.settings), strict=True):
+        write_json(job.output / name, redacted(file))
+    for trial in tried:  # the models of the others would fill the disk
+        if trial.key != best.key and job.metric:
+            shutil.rmtree(job.output / "trials" / trial.key[:12] / "model", ignore_errors=True)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in _REPLACED:
+        parser.add_argument(f"--{flag}", action="append")
+    _, others = parser.parse_known_args(job.arguments)
+    files = ["--deepspeed_config", str(job.output / ENGINE_FILE), "--recipe", str(job.output / RECIPE)]
+    hosts = ["--hostfile", str(job.hostfile)] if job.hostfile else ["--num_gpus", str(best.settings[RANKS])]
+    command = ["deepspeed", *hosts, "--module", "ds_trainer.cli.train", *files, *others, "--output_dir", "OUT"]
+    threads = best.settings.get(space.THREADS)
+    shell = (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(command)
+    own = next((f"{trial.value:.4g}" for trial in tried[:1] if trial.value is not None), "none")
+    summary = f"best: {space.label(best.settings)}: {best.value:.4g} {job.unit}, the user's own files {own}; {note}"
+    distributed.info(f"\n{aligned(list(rows(job, tried)))}\n\n{summary}\ntrain with:\n  {redacted(shell)}")
+
+
+def rows(job: TuneJob, tried: Sequence[Trial]) -> Iterator[Row]:
+    """Yield a row for each trial that was started, the best first, and one for each reason why others were not."""
+    started = [trial for trial in tried if trial.lasted]
+    for trial in sorted(started, key=lambda trial: math.inf if trial.value is None else -job.sign * trial.value):
+        yield {
+            job.unit: "" if trial.value is None else f"{trial.value:.4g}",
+            "settings": space.label(trial.settings),
+            **{cost: f"{value:,.4g}" for cost, value in trial.details.get("costs", {}).items()},
+            "seconds": f"{trial.lasted:,.0f}",
+            "outcome": f"{trial.outcome}: {trial.reason}" if trial.reason else trial.outcome,
+        }
+    others = Counter(f"{trial.outcome}: {trial.reason}" for trial in tried if not trial.lasted)
+    yield from ({"settings": f"{count} more", "outcome": reason} for reason, count in others.most_common())

@@ -1,0 +1,247 @@
+"""Zeros written in whole models: how many, of which pattern, at which error, for every kind of architecture."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from support.calibrated import calibration as fifteen_tokens
+from support.calibrated import inputs_seen
+from support.launching import run_deepspeed
+from support.weight_cuts import FAMILIES, SMALL, cut_by_ranks, dealt_calibration, model_of, spec_of
+from support.zeroed import bare_of
+
+from ds_trainer.cuts.cut import cut_model
+from ds_trainer.cuts.sparse import Pattern
+from ds_trainer.cuts.weights import cut_weights, fisher_diagonals, shares_of_largest
+from ds_trainer.models.layers import count_weights, encoder_linears, rows_of, whole_totals
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.prune_specs import PruneSpec
+from ds_trainer.techniques.prune.sites import sites_of
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """The weights that a cut by two ranks writes, by method."""
+    out = tmp_path_factory.mktemp("cut") / "weights.pt"
+    done = run_deepspeed(2, "tests/support/weight_cuts.py", str(out))
+    assert not done.returncode, done.stderr
+    return torch.load(out)
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    return dealt_calibration()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_matrix_keeps_its_share_of_every_family(family, calibration):
+    """All linear layers of the encoder keep 30% of their weights, and each has a record, and a Fisher diagonal.
+
+    The latter also where a matrix, of relative positions, does not depend on the embeddings of tokens.
+    """
+    model = model_of(family)
+    linears = encoder_linears(model)
+    assert all(diagonal.any() for diagonal in fisher_diagonals(model, linears, calibration).values())
+    records = {record.name: record for record in cut_weights(model, calibration, spec_of())}
+    assert records.keys() == linears.keys()
+    for name, linear in linears.items():
+        assert int(linear.weight.count_nonzero()) == round(0.3 * linear.weight.numel()) == records[name].kept
+        assert 0 < records[name].error < 0.9
+
+
+@pytest.mark.parametrize("method", ["obs", "wanda", "magnitude", "fisher"])
+@pytest.mark.parametrize("granularity", ["weight", "block", "2:4"])
+def test_every_method_gives_every_pattern(method, granularity, calibration):
+    """Half of the weights stay; two in every four, or blocks of 8 by 6 that are whole or zero."""
+    model = model_of("gpt2")
+    cut_weights(model, calibration, spec_of(granularity=granularity, keep=0.5, method=method, block_shape=[8, 6]))
+    for linear in encoder_linears(model).values():
+        kept = rows_of(linear.weight, type(linear)) != 0
+        if granularity == "2:4":
+            assert (kept.reshape(len(kept), -1, 4).sum(2) == 2).all()
+        elif granularity == "block":
+            blocks = [part.unique() for rows in kept.split(8) for part in rows.split(6, 1)]
+            assert {len(values) for values in blocks} == {1}
+            assert sum(map(int, blocks)) == round(0.5 * len(blocks))
+        else:
+            assert int(kept.sum()) == kept.numel() // 2
+
+
+def test_wanda_scores_by_the_norm_of_the_inputs(calibration):
+    """Not by their variance: a large mean counts, also where a bias could make up for it (arXiv 2306.11695)."""
+    model = model_of("bert")
+    name = "bert.encoder.layer.0.attention.self.query"
+    with torch.no_grad():
+        model.bert.embeddings.LayerNorm.bias[::2] += 5.0
+    inputs, weight = inputs_seen(model, [name], calibration)[name], model.get_submodule(name).weight.clone()
+    cut_weights(model, calibration, spec_of(method="wanda", update_weights=False))
+    expected = Pattern(group=16).mask(weight.abs() * inputs.norm(dim=0), 0.3)
+    assert torch.equal(model.get_submodule(name).weight != 0, expected)
+
+
+def test_fewer_tokens_than_inputs_are_told(caplog):
+    """15 tokens for matrices of up to 32 inputs; magnitude without new values needs no token at all."""
+
+    def warnings(**fields):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "ds_trainer"):
+            cut_model(bare_of("bert"), fifteen_tokens(1), spec_of(**fields))
+        return [record.getMessage() for record in caplog.records]
+
+    (message,) = warnings()
+    assert message.startswith("cut: the cut of 32 inputs is fitted to 15 tokens, too few to fit it")
+    assert not warnings(method="magnitude", update_weights=False)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_the_surgeon_keeps_the_answers_better_than_wanda_and_magnitude(family, calibration):
+    """At 30% of the weights the model's answers are nearest with obs; and nearer with new values than with old ones."""
+    dense = calibration.answers(model_of(family))
+
+    def moved(**fields):
+        model = model_of(family)
+        cut_weights(model, calibration, spec_of(**fields))
+        return calibration.divergence(dense, calibration.answers(model))
+
+    best = moved()
+    assert best < 0.7 * min(moved(method="wanda"), moved(method="magnitude"))
+    assert best < 0.7 * moved(update_weights=False)
+
+
+@pytest.mark.parametrize(("method", "off"), [("obs", 1), ("wanda", 20), ("magnitude", 1)])
+def test_comparable_scores_share_one_threshold(method, off, calibration):
+    """Without `uniform` the matrices keep unequal shares, which add up to the share of all weights.
+
+    A feed-forward block that adds next to nothing loses its weights to others, except by its weights' size.
+    """
+    model = model_of("bert")
+    with torch.no_grad():
+        model.bert.encoder.layer[0].output.dense.weight.mul_(1e-3)
+    records = cut_weights(model, calibration, spec_of(method=method, uniform=False))
+    total = sum(record.count for record in records)
+    assert sum(record.kept for record in records) == pytest.approx(0.3 * total, abs=len(records) * off)
+    shares = {record.name.removeprefix("bert.encoder.layer."): record.kept / record.count for record in records}
+    idle = [shares.pop("0.output.dense"), *([] if method == "magnitude" else [shares.pop("0.intermediate.dense")])]
+    assert max(idle) < min(0.15, *shares.values())
+    assert len({round(share, 2) for share in shares.values()}) > 3
+
+
+@pytest.mark.parametrize("keep", [0.001, 0.3, 0.7, 0.999])
+def test_shares_are_those_of_a_sort(keep):
+    """Over matrices of unlike scores, half of them zeros: of equal scores every matrix keeps the same part."""
+    scores = [scale * torch.randn(30, size).relu().square() for scale, size in ((1e-9, 40), (1, 7), (50, 90))]
+    joined = torch.cat([score.flatten() for score in scores])
+    wanted = round(keep * len(joined))
+    least = joined.sort(descending=True).values[wanted - 1]
+    ties = (wanted - (joined > least).sum()) / (joined == least).sum()
+    expected = [float(((score > least) + ties * (score == least)).mean()) for score in scores]
+    assert shares_of_largest(scores, keep) == pytest.approx(expected)
+    assert sum(share * score.numel() for share, score in zip(expected, scores, strict=True)) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("family", ["bert", "opt"])
+def test_the_fisher_diagonal_is_the_sum_of_squared_derivatives_of_each_example(family, calibration):
+    """Against autograd, one example at a time; OPT hands all tokens of a batch to a layer in one row."""
+    model = model_of(family)
+    linears = encoder_linears(model)
+    diagonals = fisher_diagonals(model, linears, calibration)
+    expected = {name: torch.zeros_like(linear.weight) for name, linear in linears.items()}
+    for batch in calibration.inputs:
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            loss = torch.nn.functional.cross_entropy(
+                model(input_ids=ids[None], attention_mask=mask[None]).logits, ids[:1] % 3
+            )
+            slopes = torch.autograd.grad(loss, [linear.weight for linear in linears.values()])
+            for name, slope in zip(linears, slopes, strict=True):
+                expected[name] += slope.square()
+    for name in linears:
+        torch.testing.assert_close(diagonals[name], expected[name], rtol=1e-3, atol=1e-6)
+
+
+FUNNEL = {"d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 96, "vocab_size": 40, "block_sizes": [1, 1, 1]}
+T5 = {"d_model": 16, "num_heads": 2, "d_kv": 8, "d_ff": 24, "vocab_size": 40, "num_layers": 2}
+NOT_A_ROW = "does not run one list of layers, one after another"
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "fields", "message"),
+    [
+        ("funnel", FUNNEL, {}, NOT_A_ROW),
+        ("t5", T5, {}, NOT_A_ROW),
+        (
+            "bert",
+            SMALL | {"intermediate_size": 10},
+            {"granularity": "2:4", "keep": 0.5},
+            r"0\.output\.dense has 10 inputs",
+        ),
+        ("bert", SMALL, {"granularity": "block", "block_shape": [16, 16]}, r"query is \(16, 16\), one block of"),
+        ("bert", SMALL, {"granularity": "block", "block_shape": [8, 8], "keep": 0.95}, r"0\.95 rounds to all weights"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(family, config, fields, message, calibration):
+    """Layers in blocks of blocks or in two lists, and a pattern that does not fit a matrix or keeps all of it."""
+    config = transformers.AutoConfig.for_model(family, **config)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    with pytest.raises(UserError, match=message):
+        cut_weights(model, calibration, spec_of(**fields))
+
+
+@pytest.mark.parametrize("method", ["obs", "magnitude", "wanda"])
+def test_zeros_stay_zeros(method, calibration):
+    """A cut of a sparse model to more weights than it has keeps those that it has, and one to fewer is among them."""
+    model = model_of("bert")
+    cut_weights(model, calibration, spec_of())
+    before = [linear.weight != 0 for linear in encoder_linears(model).values()]
+    for keep, same in ((0.5, True), (0.2, False)):
+        records = cut_weights(model, calibration, spec_of(method=method, keep=keep))
+        after = [linear.weight != 0 for linear in encoder_linears(model).values()]
+        assert not any((now & ~then).any() for now, then in zip(after, before, strict=True))
+        assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True)) is same
+        kept, count = (sum(getattr(record, name) for record in records) for name in ("kept", "count"))
+        assert same or kept == pytest.approx(0.2 * count, rel=0.06)  # Wanda keeps 20% in every row that has as many
+
+
+@pytest.mark.parametrize("method", ["obs", "fisher"])
+def test_two_ranks_write_the_same_zeros_and_weights(method, two_ranks):
+    """Two ranks, each with half of the examples, write the zeros of one rank, and its weights to fp32's last bits."""
+    for name, weight in cut_by_ranks(method).items():
+        assert torch.equal(two_ranks[method][name] == 0, weight == 0)
+        torch.testing.assert_close(two_ranks[method][name], weight, rtol=1e-5, atol=1e-6)
+
+
+ELSEWHERE = {
+    "mixtral": SMALL | {"num_local_experts": 2, "num_key_value_heads": 2},
+    "qwen3_moe": SMALL | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "head_dim": 8},
+    "xlnet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 40},
+}
+"""Experts of a mixture, and the attention of XLNet: parameters of three dimensions."""
+
+
+@pytest.mark.parametrize("family", ELSEWHERE)
+def test_matrices_outside_of_linear_layers_are_counted_and_never_silently_left_whole(family, calibration):
+    """They are among the encoder's weights; cuts and masks are refused, unless "modules" says what is masked."""
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family, **ELSEWHERE[family]))
+    matrices = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if weight.dim() > 1 and ".layer" in f".{name}" and min(weight.shape) > 1
+    }
+    counted = count_weights(model)["encoder"]["total"]
+    assert counted == whole_totals(model)["encoder"] == sum(weight.numel() for weight in matrices.values())
+    for refused in (
+        lambda: cut_model(model, calibration, spec_of()),
+        lambda: sites_of(model, PruneSpec()),
+    ):
+        with pytest.raises(UserError, match=r"are in no linear layer, such as .*name linear layers in its modules"):
+            refused()
+    assert sites_of(model, PruneSpec(modules=["*.1.*"]))
+
+
+def test_a_few_weights_outside_of_linear_layers_are_told(calibration, caplog):
+    """ConvBERT's kernels stay whole, and the cut says what share of the weights they are."""
+    fields = SMALL | {"intermediate_size": 48, "embedding_size": 16, "conv_kernel_size": 3, "pad_token_id": 0}
+    model = transformers.ConvBertForSequenceClassification(transformers.ConvBertConfig(**fields, num_labels=3)).eval()
+    with caplog.at_level(logging.WARNING, "ds_trainer"):
+        cut_weights(model, calibration, spec_of())
+    assert "% of the weights in the matrices of ConvBertForSequenceClassification's layers are in no" in caplog.text

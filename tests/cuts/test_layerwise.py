@@ -1,0 +1,129 @@
+"""The inputs of linear layers, gathered with one layer at a time, are those of the whole model."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.calibrated import CPU, calibration, inputs_seen
+from support.exhaustive import chosen
+from support.zeroed import FAMILIES, KIN, bare_of, empty, model_of, uneven
+from torch import Tensor
+
+from ds_trainer.cuts.blocks import cut_places, with_grams
+from ds_trainer.cuts.fitting import Fitting, Gram
+from ds_trainer.cuts.layerwise import Layerwise
+from ds_trainer.models.layers import layers_of
+from ds_trainer.models.shrink import shrink
+from ds_trainer.recipe.cut_specs import CutSpec
+
+SPEC = CutSpec(keep=0.5)
+OTHERS = ("gemma3_text", "cohere", "gpt_bigcode", "roformer", "luke")
+"""Kin whose layers differ most from the families: sliding windows, parallel blocks, one key for all, rotations."""
+
+
+def check(model: Any, given: Any) -> None:
+    """Compare the sums of each block with those of plain hooks, where each layer is changed once it was seen."""
+    places = cut_places(model, SPEC)
+    for place, gram in with_grams(model, places, given):
+        inputs = inputs_seen(model, [place.name], given)[place.name]
+        assert gram.tokens == len(inputs) == 15 * len(given.inputs)
+        torch.testing.assert_close(gram.sums, inputs.sum(0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gram.products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            place.outer.weight.mul_(0.5)
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("family", chosen([*KIN], (*FAMILIES, *OTHERS).__contains__))
+def test_sums_are_those_of_the_whole_model(family: str) -> None:
+    """At attended positions, after every change of an earlier block too; and no module's forward stays replaced."""
+    check(bare_of(family), calibration(3))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("deberta-v2", {"conv_kernel_size": 3, "conv_act": "gelu", "position_buckets": 4}),
+        ("modernbert", {"local_attention": 4, "global_attn_every_n_layers": 2}),
+        ("gemma2", {"sliding_window": 3}),
+        ("gemma3_text", {"sliding_window": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
+        ("distilbert", {"attn_implementation": "eager"}),
+        ("gpt2", {"attn_implementation": "eager"}),
+    ],
+)
+def test_what_the_model_does_between_its_layers_is_done(family: str, fields: dict[str, Any]) -> None:
+    """A convolution after the first layer, masks that differ from layer to layer, and without fused attention."""
+    check(bare_of(family, **fields), calibration(3))
+
+
+def test_the_layers_of_a_model_with_emptied_blocks_are_seen() -> None:
+    """A model that was cut unevenly before: no sums of the blocks that it has no more."""
+    for family in ("bert", "llama", "gpt2"):
+        whole = model_of(family)
+        cut = shrink(empty(whole, uneven(whole)))
+        assert len(cut_places(cut, SPEC)) == 4
+        check(cut, calibration(3))
+
+
+def test_one_layer_at_a_time_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer goes there before the next one does and comes back first; no other parameter of the model moves."""
+    model, moves = model_of("bert"), []
+    there = torch.device("cpu", 0)
+    names = {layer: name for name, layer in layers_of(model).items()}
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *to: moves.append((names.get(module), *to)) or module)
+    monkeypatch.setattr(torch.nn.Module, "cpu", lambda module: moves.append((names.get(module), "back")) or module)
+    list(with_grams(model, cut_places(model, SPEC), replace(calibration(2), device=there)))
+    assert moves == [(name, where) for name in layers_of(model) for where in (there, "back")]
+
+
+def test_padding_does_not_count_where_a_model_flattens_its_tokens() -> None:
+    """OPT's feed-forward gets (rows * length, width): 15 tokens of each batch, as its attention."""
+    config = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24, "vocab_size": 64}
+    model, given = (
+        transformers.OPTModel(transformers.OPTConfig(**config, word_embed_proj_dim=16)).eval(),
+        calibration(3),
+    )
+    layerwise = Layerwise(model, given)
+    for prefix, layer in zip(layers_of(model), layerwise, strict=True):
+        linears = {f"{prefix}.{name}": layer.get_submodule(name) for name in ("self_attn.q_proj", "fc1", "fc2")}
+        grams = {name: layerwise.gram(name, linear) for name, linear in linears.items()}
+        assert {gram.tokens for gram in grams.values()} == {45}
+        for name, inputs in inputs_seen(model, grams, given).items():
+            torch.testing.assert_close(grams[name].products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+
+
+def fitting(*batches: Tensor, bias: bool, damping: float = 0.0) -> Fitting:
+    gram = Gram(batches[0].shape[1], CPU)
+    for batch in batches:
+        gram.add(batch)
+    return Fitting(torch.nn.Linear(batches[0].shape[1], 2, bias), gram, damping)
+
+
+def test_moments_are_those_of_all_tokens() -> None:
+    """Second moments, or the covariance where a bias is fitted too, over batches of different sizes, one of them empty.
+
+    Damping comes on top, as a share of the mean diagonal; the mean squares are those without it.
+    """
+    batches = [torch.randn(rows, 6) + torch.arange(6) for rows in (5, 1, 0, 30)]
+    inputs = torch.cat(batches).double()
+    moments, covariance = inputs.T @ inputs / 36, inputs.T.cov(correction=0)
+    for bias, expected in ((False, moments), (True, covariance)):
+        torch.testing.assert_close(fitting(*batches, bias=bias).damped, expected, rtol=1e-5, atol=1e-5)
+        damped = fitting(*batches, bias=bias, damping=0.1)
+        damping = 0.1 * expected.diagonal().mean() * torch.eye(6)
+        torch.testing.assert_close(damped.damped, expected + damping, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(damped.squares, moments.diagonal(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_small_variance_beside_a_large_mean_is_not_rounded_away() -> None:
+    """Inputs of 1,000 +- 0.01, whose squares differ by less than fp32 can tell, and constants: the latter vary by 0."""
+    inputs = 1000 + 0.01 * torch.randn(4000, 3)
+    inputs[:, 2] = 1000.1
+    damped = fitting(*inputs.split(500), bias=True).damped
+    expected = inputs.double().T.cov(correction=0)
+    torch.testing.assert_close(damped, expected, rtol=1e-3, atol=2e-6)
+    for value in (0.0, 3.5):  # and the moments of nothing but constants have an inverse
+        constant = fitting(torch.full((9, 4), value), bias=True, damping=0.01)
+        assert torch.linalg.inv(constant.damped).isfinite().all()

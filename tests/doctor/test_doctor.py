@@ -1,0 +1,180 @@
+"""The doctor of hostfiles without hosts: which lines are mistakes, and an ssh that is a script.
+
+`tests/integration/test_two_hosts.py` has real hosts.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.launching import ROOT, environment, free_port
+
+from ds_trainer.cli.doctor import doctor_command, read_doctor_job
+from ds_trainer.doctor.hostfile import Host, export_commands, exported_variables, read_hostfile
+
+ONE, TWO = Host("one", 2), Host("ann@two", 2)
+
+
+def test_a_good_hostfile(tmp_path):
+    """Comments, blank lines, users, addresses and Windows line ends; the order is kept; the example is a good one."""
+    path = tmp_path / "hosts"
+    path.write_bytes(b"# ours\r\n\r\none slots=2\r\n  ann@two\tslots=2  # the old one\n10.0.0.3 slots=16")
+    assert read_hostfile(path) == [ONE, TWO, Host("10.0.0.3", 16)]
+    assert TWO.address == "two"
+    assert len(read_hostfile(ROOT / "launch" / "hostfile.example")) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "mistake"),
+    [
+        ("three", "is not of the form 'worker-1 slots=8'"),
+        ("three slots=4x", "is not of the form"),
+        ("three slots=4 gpus=2", "is not of the form"),
+        ("three slots=0", "is not of the form"),
+        ("one slots=2", "one is in line 1 already"),
+        ("fe80::1 slots=2", "'fe80::1' is no host name or IPv4 address"),
+        ("-oProxyCommand=true slots=2", "is no host name"),
+        ("a" * 64 + " slots=2", "is no host name"),
+    ],
+)
+def test_every_bad_line_of_a_hostfile_is_reported_with_its_number(tmp_path, line, mistake):
+    """DeepSpeed refuses it or misreads it; all are told at once."""
+    path = tmp_path / "hosts"
+    path.write_text(f"one slots=2\n\n{line}\nfour slots=\n")
+    with pytest.raises(ValueError) as caught:
+        read_hostfile(path)
+    first, second = str(caught.value).split("\n")
+    assert first.startswith("line 3: ")
+    assert mistake in first
+    assert second.startswith("line 4: ")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"# nothing\n", b"\xff\xfe\x00 slots=1\n"])
+def test_a_hostfile_that_names_no_host_is_a_mistake(tmp_path, capsys, content):
+    """Missing, empty, only comments, not text: never an empty list, with which DeepSpeed would train locally."""
+    path = tmp_path / "hosts"
+    if content is not None:
+        path.write_bytes(content)
+    assert doctor_command(["--hostfile", str(path), "--json"]) == 2
+    (row,) = json.loads(capsys.readouterr().out)
+    assert any(words in row["found"] for words in ("does not exist", "no host", "as plain text"))
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.text())
+def test_any_text_is_a_hostfile_or_has_mistakes(tmp_path_factory, text):
+    """No host of the result could be taken for a flag of a command."""
+    path = tmp_path_factory.getbasetemp() / "any_hostfile"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    try:
+        hosts = read_hostfile(path)
+    except ValueError:
+        return
+    assert all(host.slots > 0 and not host.name.startswith("-") and " " not in host.name for host in hosts)
+
+
+def test_what_deepspeed_exports_is_exported(tmp_path, monkeypatch):
+    """Some of the shell's variables, the project first on PYTHONPATH, the file's; $PATH there is the remote one.
+
+    A line at which DeepSpeed stops, or that swallows the command, is a mistake that shows nothing of the line.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in {"PYTHONPATH": "/x", "UCX_TLS": "tcp", "SECRET": "s"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / ".deepspeed_env").write_text("PATH=/v/bin:$PATH\nA = b c\n\n# B=hunter2\nexport C=hunter2\n")
+    mistakes: list[str] = []
+    values = exported_variables(Path("/project"), mistakes)
+    assert [mistake.split("line ")[1][0] for mistake in mistakes] == ["3", "4", "5"]
+    assert "hunter2" not in "".join(mistakes)
+    assert "SECRET" not in values
+    script = " ".join(export_commands(values)) + ' echo "$PATH|$A|$PYTHONPATH|$UCX_TLS"'
+    done = subprocess.run(["bash", "-c", script], env={"PATH": "/bin"}, capture_output=True, text=True)
+    assert done.stdout == "/v/bin:/bin|b c|/project:/x|tcp\n"
+
+
+def test_ssh_asks_no_question_and_takes_pdshs_flags(monkeypatch):
+    """BatchMode, the port, and PDSH_SSH_ARGS_APPEND unless other flags are given."""
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-F config")
+    ssh = read_doctor_job(["--hostfile", "h", "--ssh_port", "2222"]).ssh
+    assert {"BatchMode=yes", "-F", "config", "2222"} <= set(ssh)
+    assert "-F" not in read_doctor_job(["--hostfile", "h", "--ssh_args=-v"]).ssh
+    with pytest.raises(ValueError, match="--master_port is 70000"):
+        read_doctor_job(["--hostfile", "h", "--master_port", "70000"])
+
+
+FAKE_SSH = """\
+    #!/bin/bash
+    # a fake ssh, which acts by the name of the host
+    host=${@: -2:1} command=${@: -1}
+    case $host in
+      denied) echo "Permission denied (publickey)." >&2; exit 255 ;;
+      silent) exec sleep 600 ;;
+      nopython) printf 'bash: python: No such \\xfc file\\n' >&2; exit 127 ;;
+      noisy) printf 'gr\\xfc\\xdf \\e[31m\\n' ;;
+    esac
+    exec bash -c "$command"
+"""
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Run launch/doctor.py with a fake ssh."""
+    for name, text in (("ssh", FAKE_SSH), ("pdsh", "#!/bin/bash\n")):
+        (tmp_path / name).write_text(textwrap.dedent(text))
+        (tmp_path / name).chmod(0o755)
+
+    def run(names: list[str], *flags: str) -> tuple[int, list[tuple[str, str]], str]:
+        """The exit code, check and host of each row that is not ok, and the whole text."""
+        (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in names))
+        mine = environment()
+        mine |= {"PATH": f"{tmp_path}:{mine['PATH']}", "HOME": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
+        (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=lo\n")
+        command = [sys.executable, "launch/doctor.py", "--hostfile", str(tmp_path / "hostfile"), "--json", *flags]
+        done = subprocess.run(command, cwd=ROOT, env=mine, capture_output=True, text=True, timeout=120)
+        assert done.stderr == ""
+        rows = json.loads(done.stdout)
+        return done.returncode, [(row["check"], row["host"]) for row in rows if row["result"] != "ok"], done.stdout
+
+    return run
+
+
+def test_every_kind_of_ssh_failure_is_reported(ask, tmp_path):
+    """Refused, silent, without python: each has its reason and cure; a login that prints things does no harm.
+
+    The ports wait until all answer, and nothing is left in the output folder.
+    """
+    (tmp_path / "out").mkdir()
+    flags = ("--output_dir", str(tmp_path / "out"), "--timeout", "5")
+    code, faults, text = ask(["denied", "silent", "nopython", "noisy"], *flags)
+    assert code == 1
+    assert faults == [("ssh", "denied"), ("ssh", "silent"), ("ssh", "nopython"), ("master port", "all")]
+    for words in ("ssh-copy-id denied", "no answer within 5 s", "cannot be started: bash: python: No such"):
+        assert words in text
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_ports_are_tried_between_the_hosts(ask):
+    """All is well where the second reaches the first; a port that is taken is a fault of the first."""
+    port = free_port()
+    flags = ("--master_addr", "127.0.0.1", "--master_port", str(port), "--timeout", "20")
+    assert ask(["one", "two"], *flags)[:2] == (0, [])
+    with socket.socket() as taken:
+        taken.bind(("", port))
+        code, faults, text = ask(["one", "two"], *flags[:4], "--timeout", "6")
+    assert (code, faults[0]) == (1, ("master port", "one"))
+    assert "Address already in use" in text
+
+
+def test_one_host_needs_no_ssh_and_no_torch(ask):
+    """It starts fast, and tells of a torch that is broken."""
+    assert ask(["localhost"], "--master_port", str(free_port()))[:2] == (0, [])
+    code = "import sys, ds_trainer.doctor.doctor; print({'torch', 'deepspeed'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr

@@ -1,0 +1,239 @@
+"""What a recipe may say of exits: defaults, the loss table, and every mistake told with its place."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_trainer.recipe.exit_specs import ExitPolicy, ExitsSpec, SavedExits, aim_mistakes, policy_of
+from ds_trainer.recipe.recipe import Phase, parse_recipe, saved_exits
+
+
+def with_exits(loss: Any = None, others: Any = None, task: Any = None, **exits: Any) -> dict[str, Any]:
+    phase = {"max_steps": 1, "techniques": {"exits": exits} | (others or {})}
+    return {"phases": [phase | ({} if loss is None else {"loss": loss})]} | ({} if task is None else {"task": task})
+
+
+def joint(loss: Any = None, **more: Any) -> dict[str, Any]:
+    return with_exits(loss, training="joint", **more)
+
+
+def phase_of(data: dict[str, Any]) -> Phase:
+    (phase,) = parse_recipe(data).phases
+    return phase
+
+
+def mistakes_of(data: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        parse_recipe(data)
+    return str(caught.value)
+
+
+DISTILL = {"distill": {"teacher": "@model", "alpha_distil": 0.7}}
+WITH_CE = {"distill": {"teacher": "@model", "alpha_distil": 0.7, "alpha_ce": 0.3}}
+PRUNE = {"prune": {"regularization": "l1", "final_lambda": 20}}
+SST2 = {"name": "sst2", "data_dir": "a"}
+TAGS = {"name": "ner", "train_file": "train.conll", "validation_file": "dev.conll"}
+AIM = {"task": {"name": "sst2", "held_out": 0.1}, "max_drop": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "table", "terms"),
+    [
+        (with_exits(), {"task": 0.0, "exits.heads": 1.0}, ["heads"]),
+        (joint(), {"task": 0.0, "exits.heads": 1.0}, ["heads"]),
+        (with_exits({"task": 0.5, "exits.heads": 2.0}), {"task": 0.5, "exits.heads": 2.0}, ["heads"]),
+        (with_exits({"task": 1.0, "exits.distill": 0.5}), {"task": 1.0, "exits.distill": 0.5}, ["distill"]),
+        (joint(others=DISTILL), {"task": 0.0, "distill.logits": 0.7, "exits.heads": 1.0}, ["heads"]),
+        (joint(others=WITH_CE), {"task": 0.3, "distill.logits": 0.7, "exits.heads": 1.0}, ["heads"]),
+        (joint(others=PRUNE), {"task": 0.0, "prune.penalty": 20.0, "exits.heads": 1.0}, ["heads"]),
+        (with_exits(terms=["distill"]), {"task": 0.0, "exits.distill": 1.0}, ["distill"]),
+        (
+            joint(terms=["distill", "heads"]),
+            {"task": 0.0, "exits.heads": 1.0, "exits.distill": 1.0},
+            ["distill", "heads"],
+        ),
+        # the own head is not in this term: the task's loss teaches it
+        (joint(terms=["distill"]), {"task": 1.0, "exits.distill": 1.0}, ["distill"]),
+        (joint({"task": 0.5}, terms=["distill"]), {"task": 0.5, "exits.distill": 1.0}, ["distill"]),
+    ],
+)
+def test_the_loss_table_has_the_heads_in_it(data, table, terms):
+    """By default exits.heads 1 and task 0, the model's own head being in joint training's mean; a weight that is said
+    stays, and the terms are those that have one. Resolved and read again, it is the same recipe."""
+    recipe, phase = parse_recipe(data), phase_of(data)
+    assert phase.loss == table
+    assert phase.techniques.exits.terms == terms
+    assert parse_recipe(json.loads(json.dumps(recipe.model_dump()))) == recipe
+    if others := [name for name in ("prune", "distill") if getattr(phase.techniques, name)]:
+        data["phases"][0]["techniques"]["exits"]["training"] = "heads"
+        words = ['exits.training is "heads"', *others, 'set exits.training to "joint"', "a phase of their own"]
+        assert [word for word in words if word not in mistakes_of(data)] == []
+
+
+@pytest.mark.parametrize("technique", ["exits", "prune", "distill"])
+@pytest.mark.parametrize("value", [False, [1]])
+def test_a_technique_that_is_no_object_is_told(technique, value):
+    """By its place, whether Python takes the value for false or not."""
+    message = mistakes_of({"phases": [{"max_steps": 1, "techniques": {technique: value}}]})
+    assert f"techniques.{technique}: " in message
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (with_exits(layers=[]), ["exits.layers", "at least 1"]),
+        (with_exits(layers=[2, 1, 2]), ["exits.layers", "[2, 1, 2]", "each once, from first to last"]),
+        (with_exits(criterion="hope"), ["exits.criterion", "'patience'"]),
+        (with_exits(patience=1001), ["exits.patience", "less than or equal to 1000"]),
+        (with_exits(early_exit_entropie=0.1), ["unknown key", 'did you mean "early_exit_entropy"?']),
+        (with_exits(target_speedup=0.5), ["target_speedup", "0.5"]),
+        (with_exits({"exits.hedas": 1.0}), ["techniques.exits.terms", "hedas"]),
+        (with_exits({"task": 1.0, "exits.heads": 1.0}, terms=["distill"]), ["the term distill", "exits.distill"]),
+        (with_exits(task={"name": "sst2"}, target_speedup=1.5), ["calibrates its exits", "task.held_out", "0.02"]),
+        (with_exits(target_speedup=2, **AIM), ["target_speedup and max_drop are both set"]),
+        (with_exits(task={"name": "squad"}), ["has exits, and its task is squad", "labelled text"]),
+        (with_exits(task=TAGS, pooling="mean"), ["exits.pooling, which the heads of ner lack"]),
+        # what was removed says what takes its place
+        (with_exits(head_weights=[1.0]), ["head_weights was removed in 0.3", "the number of their layer"]),
+        (with_exits(per_head=True), ["per_head was removed in 0.3", "write a list of thresholds"]),
+        (with_exits(task=TAGS, sequence_uncertainty="mean"), ["sequence_uncertainty was removed in 0.3"]),
+        # a threshold that would do nothing
+        (with_exits(criterion="confidence", early_exit_entropy=0.1), ["early_exit_entropy goes with criterion"]),
+        (with_exits(criterion="entropy", patience=2), ['patience goes with criterion "patience"', "drop one"]),
+        (with_exits(criterion="entropy", regression_threshold=2), ['regression_threshold goes with criterion "pat']),
+        (with_exits(early_exit_entropy=0.1, patience=2), ['with criterion "patience", not with "entropy"']),
+        (with_exits(early_exit_entropy=0.1, **AIM), ["early_exit_entropy is set, and max_drop picks it"]),
+        (with_exits(regression_threshold=0.1, **AIM), ["regression_threshold is set, and max_drop picks it"]),
+        # what is no threshold
+        (with_exits(early_exit_confidence=95), ["a number from 0 to 1, or a list"]),
+        (with_exits(early_exit_confidence=[0.9, 1.1]), ["a number from 0 to 1, or a list"]),
+        *(
+            (
+                with_exits(early_exit_entropy=value),
+                ["early_exit_entropy: write a number of 0 or more, or a list of one"],
+            )
+            for value in ("abc", -1, [], [0.1, -0.1], True, math.inf)
+        ),
+    ],
+)
+def test_mistakes_are_told_with_their_place(data, words):
+    """In one line: what is wrong and what is allowed, in the words of the recipe."""
+    (message,) = mistakes_of(data).splitlines()
+    assert [word for word in words if word not in message] == []
+
+
+def test_fields_that_changed_nothing_are_read():
+    """A recipe that 0.2 has written holds them."""
+    old = {"head_weights": None, "per_head": False, "sequence_uncertainty": "least_certain"}
+    assert ExitsSpec(**old) == ExitsSpec() == ExitsSpec(sequence_uncertainty=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "regression", "policy"),
+    [
+        ({}, False, {"criterion": "entropy", "thresholds": [0.1] * 3}),
+        ({"early_exit_entropy": 0.0}, False, {"criterion": "entropy", "thresholds": [0.0] * 3}),
+        ({"early_exit_entropy": [0.3, 0.2, 0.1]}, False, {"criterion": "entropy", "thresholds": [0.3, 0.2, 0.1]}),
+        ({"early_exit_confidence": 0.5}, False, {"criterion": "confidence", "thresholds": [0.5] * 3}),
+        ({"criterion": "confidence"}, False, {"criterion": "confidence", "thresholds": [0.9] * 3}),
+        ({"patience": 4}, False, {"criterion": "patience", "patience": 4}),
+        ({}, True, {"criterion": "patience", "patience": 2, "thresholds": [0.1] * 3}),
+        ({"patience": 3, "max_drop": 1}, True, {"criterion": "patience", "patience": 3, "thresholds": [0.1] * 3}),
+        (
+            {"regression_threshold": [0.1, 0.2, 0.3]},
+            True,
+            {"criterion": "patience", "patience": 2, "thresholds": [0.1, 0.2, 0.3]},
+        ),
+    ],
+)
+def test_the_policy_of_a_recipe(fields, regression, policy):
+    """A threshold picks its criterion where none is named, and goes for every head; a list has one for each; patience
+    has tolerances for scores alone."""
+    assert policy_of(ExitsSpec(**fields), 3, regression) == ExitPolicy(**policy)
+
+
+@pytest.mark.parametrize(
+    ("fields", "regression", "words"),
+    [
+        ({"early_exit_entropy": [0.3, 0.2]}, False, "2 thresholds for 3 heads by entropy: give 3"),
+        ({"regression_threshold": 0.1}, False, "regression_threshold is set, and classes either agree or do not"),
+        ({"regression_threshold": [0.1]}, True, "1 thresholds for 3 heads by patience"),
+        ({"criterion": "entropy"}, True, 'criterion is "entropy", and a regression has no probabilities'),
+    ],
+)
+def test_a_policy_that_does_not_fit_is_told(fields, regression, words):
+    """The number of values, and what a regression cannot be asked."""
+    with pytest.raises(ValueError, match=words):
+        policy_of(ExitsSpec(**fields), 3, regression)
+
+
+@pytest.mark.parametrize(
+    ("fields", "criterion", "layers", "regression", "message"),
+    [
+        ({"target_speedup": 6}, "entropy", [1, 2, 3], False, None),
+        ({"target_speedup": 6.01}, "entropy", [1, 2, 3], False, "target_speedup 6.01: the fastest is 6,"),
+        ({"target_speedup": 3.1}, "confidence", [2, 3], False, "3, for nobody leaves before layer 2 of 6"),
+        ({"target_speedup": 3}, "patience", [1, 2, 3], False, None),
+        ({"target_speedup": 3.1}, "patience", [1, 2, 3], False, "before layer 2 of 6"),
+        ({"target_speedup": 2}, "patience", [1, 2, 3], True, None),
+        ({"target_speedup": 2.1}, "patience", [1, 2, 3], True, "before layer 3 of 6"),
+        ({"target_speedup": 2.1, "patience": 1}, "patience", [1, 2, 3], True, None),
+        ({"target_speedup": 1.1, "patience": 3}, "patience", [1, 2, 3], True, "before layer 6 of 6"),
+        ({"target_speedup": 1, "patience": 900}, "patience", [1, 2, 3], True, None),
+        ({"target_speedup": 1.7}, "entropy", [4], False, "the fastest is 1.5,"),
+        ({"max_drop": 1, "patience": 2}, "patience", [1, 2], False, "patience 2: it goes with a regression"),
+        ({"max_drop": 1}, "entropy", [1, 2], True, "a regression has no probabilities"),
+    ],
+)
+def test_an_aim_that_cannot_be_reached_is_told(fields, criterion, layers, regression, message):
+    """Of a model of 6 layers: what nobody can leave early enough for, and what there is not to pick."""
+    mistakes = aim_mistakes(ExitsSpec(**fields), criterion, layers, 6, regression)
+    assert len(mistakes) == (message is not None)
+    assert message is None or message in mistakes[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "held_out", "same_data"),
+    [
+        (SST2 | {"held_out": 0.2}, 0.1, True),
+        (SST2, 0.1, True),
+        (SST2 | {"held_out": 0.1}, 0.1, False),
+        (SST2 | {"data_dir": "b"}, 0.1, False),
+        ({"name": "mlm", "data_dir": "a"}, 0.1, False),
+        (SST2 | {"train_file": "other.tsv"}, 0.1, False),
+    ],
+)
+def test_what_one_phase_holds_out_no_other_may_train_on(first, held_out, same_data):
+    """Two shares of one data set in one run are told; the same share everywhere, or another data set, is no mistake."""
+    exits = {"max_steps": 1, "name": "exits", "techniques": {"exits": {}}, "task": SST2 | {"held_out": held_out}}
+    data = {"phases": [{"max_steps": 1, "name": "finetune", "task": first}, exits]}
+    if not same_data:
+        assert len(parse_recipe(data).phases) == 2
+        return
+    message = mistakes_of(data)
+    assert "in one phase and 0.1 in another on the same data" in message
+    assert "write the same in both" in message
+
+
+def test_the_exits_of_a_folder_read_back_as_they_were_written(write_json, tmp_path):
+    """Also with the number just above 1 that calibration writes for a confidence that nobody has; a key that exits.json
+    does not know and a share that is none are mistakes."""
+    limit = float(np.nextafter(np.float32(1), np.float32(2)))
+    policy = ExitPolicy(criterion="confidence", thresholds=[limit, 0.5])
+    assert ExitsSpec(early_exit_confidence=limit).early_exit_confidence == limit
+    saved = SavedExits(layers=[2, 5], pooling="mean", policy=policy, held_out=0.1, calibration={"speedup": 2.0})
+    assert saved_exits(tmp_path) is None
+    write_json("exits.json", saved.model_dump_json())
+    assert saved_exits(tmp_path) == saved
+    for fields, message in (
+        ({"polici": 1}, r"exits\.json: polici: unknown key.*\"policy\""),
+        ({"held_out": 1}, "held"),
+    ):
+        write_json("exits.json", saved.model_dump() | fields)
+        with pytest.raises(ValueError, match=message):
+            saved_exits(tmp_path)

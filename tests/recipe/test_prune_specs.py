@@ -1,0 +1,82 @@
+"""What a recipe may ask of pruning, and what the message says where that cannot be."""
+
+import pytest
+
+from ds_trainer.recipe.prune_specs import PruneSpec
+from ds_trainer.recipe.recipe import parse_recipe
+
+HYBRID = {"attention": "head", "feed_forward": "neuron"}
+
+
+def parse(**prune) -> PruneSpec:
+    recipe = parse_recipe({"phases": [{"max_steps": 10, "techniques": {"prune": prune}}]})
+    return recipe.phases[0].techniques.prune
+
+
+@pytest.mark.parametrize(
+    ("granularity", "choices"),
+    [
+        ("weight", {"*": "weight"}),
+        ("block", {"*": "block"}),
+        ("hybrid", HYBRID),
+        ("head", {"attention": "head"}),
+        ("neuron", {"feed_forward": "neuron"}),
+        ({"attention": "block", "*": "row"}, {"attention": "block", "*": "row"}),
+    ],
+)
+def test_a_granularity_by_key(granularity, choices):
+    """One name is of all linear layers, or of the blocks that it goes with; an object stays as it is, in its order."""
+    assert list(parse(granularity=granularity).choices.items()) == list(choices.items())
+
+
+@pytest.mark.parametrize("method", ["topK", "magnitude", "threshold", "sigmoied_threshold", "l0"])
+def test_null_in_a_threshold_is_the_default_of_the_method(method):
+    """And all can be written back, also with the threshold that only a cut model knows."""
+    spec = parse(pruning_method=method)
+    assert parse(pruning_method=method, initial_threshold=None, final_threshold=None) == spec
+    assert parse(**spec.model_dump()) == spec
+    cut = parse(mask_init="cut", final_threshold=0.1)
+    assert (cut.initial_threshold, cut.mask_scale) == (None, 0.1)
+    assert parse(**cut.model_dump()) == cut
+
+
+@pytest.mark.parametrize(
+    ("prune", "told"),
+    [
+        ({"granularity": "heads"}, ["prune.granularity", "'heads'", "known are weight", "hybrid"]),
+        ({"granularity": {"attention": "hybrid"}}, ["'hybrid'", "attention, feed_forward or name patterns"]),
+        ({"granularity": {}}, ["no granularity"]),
+        ({"granularity": {"feed_forward": "head"}}, ["head goes with the key", '"attention"', '"feed_forward"']),
+        ({"granularity": {"*.dense": "neuron"}}, ["neuron goes with the key", '"*.dense"']),
+        ({"granularity": {"attention": "head", "*": "weight"}, "global_topk": True}, ["like with like", "head"]),
+        ({"granularity": "block", "block_shape": [4]}, ["block_shape", "at least 2"]),
+        ({"granularity": "block", "block_shape": [0, 4]}, ["block_shape", "greater than 0"]),
+        ({"mask_init": "cut", "pruning_method": "magnitude"}, ["mask_init cut goes with topK"]),
+        ({"mask_init": "cut", "granularity": "hybrid"}, ["and granularity weight or block"]),
+        ({"mask_init": "cut", "mask_scale": 0.0}, ["mask_init cut needs it above 0"]),
+        ({"final_threshold": 0.0}, ["final_threshold is 0.0: topK takes the share to keep"]),
+        ({"initial_threshold": 1.5, "pruning_method": "magnitude"}, ["initial_threshold is 1.5", "in (0, 1]"]),
+        ({"granularity": {"attention": "2:4"}}, ["2:4 was removed in 0.3", 'a cut with "granularity": "2:4"']),
+        ({"target_flops": 0.5}, ["target_flops was removed in 0.3", "final_threshold", "a cut"]),
+        ({"target_latency": 0.5}, ["target_latency was removed in 0.3", "a cut"]),
+        ({"cost_tokens": 64}, ["cost_tokens was removed in 0.3"]),
+        ({"uniform": True}, ["uniform was removed in 0.3", "the same share of every layer without it: drop it"]),
+        ({"min_heads": 1}, ['min_heads was removed in 0.3: write a cut with "min_heads"']),
+        ({"multiple_of": 8}, ['multiple_of was removed in 0.3: write a cut with "neurons"']),
+        (
+            {"granularity": {"feed_forward": "head"}, "pruning_method": "l0", "global_topk": True, "final_lambda": 1},
+            ["head goes with", "global_topk goes with topK or magnitude, not with l0", "there is none"],
+        ),
+    ],
+)
+def test_what_cannot_be_is_told(prune, told):
+    """All mistakes at once, each with what is allowed or what replaces it."""
+    with pytest.raises(ValueError) as caught:
+        parse(**prune)
+    assert all(part in str(caught.value) for part in told), caught.value
+
+
+def test_a_recipe_that_a_run_of_0_2_has_written_is_read():
+    """Fields that were removed and that changed nothing are dropped."""
+    removed = {"target_flops": None, "target_latency": None, "cost_tokens": 128, "uniform": False, "min_heads": 0}
+    assert parse(**parse().model_dump(), **removed, multiple_of=1) == parse()

@@ -1,0 +1,348 @@
+"""The recipe: strict, and every mistake told with its path."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.recipe import Recipe, parse_recipe, parse_task, task_of
+
+
+def with_prune(**prune) -> dict:
+    return {"phases": [{"max_steps": 10, "techniques": {"prune": prune}}]}
+
+
+def with_distill(**distill) -> dict:
+    return {"phases": [{"max_steps": 10, "techniques": {"distill": {"teacher": "@model"} | distill}}]}
+
+
+def phase(**fields) -> dict:
+    return {"phases": [{"max_steps": 1} | fields]}
+
+
+def after_mlm(task: str, **fields) -> dict:
+    """A phase of a task after one of masked language modelling."""
+    first = {"name": "a", "max_steps": 1, "task": {"name": "mlm"}}
+    return {"task": {"name": task}, "phases": [first, {"name": "b", "max_steps": 1} | fields]}
+
+
+def with_task(**task) -> dict:
+    return {"task": task, "phases": [{"max_steps": 10}]}
+
+
+def mistakes_of(data) -> str:
+    with pytest.raises(ValueError) as caught:
+        parse_recipe(data)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"phases": [{"max_stepps": 5, "max_steps": 5}]}, ["phases.0.max_stepps", 'did you mean "max_steps"?']),
+        (with_prune(final_treshold=0.1), ["prune.final_treshold", '"final_threshold"']),
+        (with_prune(zzz=1), ["prune.zzz", "known here", "pruning_method"]),
+        ({"phases": []}, ["phases", "at least 1"]),
+        ({"phases": [{}]}, ["phases.0", "num_train_epochs", "max_steps"]),
+        ({"phases": [{"max_steps": 0}]}, ["phases.0.max_steps", "greater than 0"]),
+        (
+            {"phases": [{"num_train_epochs": 0, "shrink": True, "techniques": {"prune": {}}}]},
+            ["num_train_epochs is 0, and prune and shrink would need training"],
+        ),
+        ({"phases": [{"max_steps": "10"}]}, ["max_steps", '"10"']),
+        ({"phases": [{"max_steps": 2**63}]}, ["max_steps", "less than 9223372036854775808"]),
+        ({"phases": [{"max_steps": 10, "warmup_steps": 1.5}]}, ["warmup_steps", "fraction of the phase", "1.5"]),
+        ({"phases": [{"max_steps": 10, "warmup_steps": True}]}, ["warmup_steps", "true"]),
+        (with_prune(pruning_method="topk"), ["pruning_method", "'topK'", '"topk"']),
+        (with_prune(final_threshold=1.5), ["final_threshold is 1.5", "(0, 1]"]),
+        (with_prune(pruning_method="l0", global_topk=True), ["global_topk", "topK or magnitude"]),
+        (with_prune(pruning_method="magnitude", regularization="l1", final_lambda=1), ["magnitude has none"]),
+        (with_prune(pruning_method="magnitude", train_weights=False), ["needs learned scores"]),
+        (with_prune(final_lambda=3), ["final_lambda", "regularization"]),
+        (with_prune(regularization="l1"), ["regularization is l1", "final_lambda"]),
+        ({"phases": [{"name": "a", "max_steps": 1}, {"name": "a", "max_steps": 1}]}, ['two phases are named "a"']),
+        (phase(start_from="@nope"), ['start_from of phase "train" is "@nope"', '"@previous"']),
+        (phase(name="model"), ['named "model"', "rename it"]),
+        (phase(name="../x"), ["phases.0.name", "pattern"]),
+        ({"phases": [{"max_steps": 1}], "model": {"config": {"hidden_size": 3}}}, ["model", "model_type"]),
+        (phase(learning_rate=float("inf")), ["learning_rate", "finite"]),
+        (phase(cut={"keep": [0.5, 0.2]}), ['max_steps of phase "train" is 1', "in 2 steps"]),
+        (
+            {"phases": [{"name": "a_1", "max_steps": 9}, {"name": "a", "max_steps": 9, "cut": {"keep": [0.5, 0.2]}}]},
+            ['two phases are named "a_1"'],
+        ),
+        (
+            phase(techniques={"layer_skip": {"curriculum": "gradual", "rotation": 4}}),
+            ["rotation", "drop it beside gradual"],
+        ),
+        (with_task(name="text", text_columns=["a", "b"], label_column="b"), ["label_column is b", "text_columns"]),
+        (with_task(name="token", tokens_column="tags"), ["tokens_column and tags_column are both tags"]),
+        (with_distill(), ["no term has a weight", "alpha_distil"]),
+        (with_distill(alpha_ce=1), ["alpha_ce is set alone", "alpha_distil", "alpha_mlm"]),
+        (with_distill(alpha_mlm=1, alpha_distil=1), ["alpha_mlm and alpha_distil are both set"]),
+        (with_distill(terms=["mse"], alpha_distil=1), ["the term mse", 'loss["distill.mse"]']),
+        (
+            with_distill(alpha_distil=1, teacher="@later"),
+            ["techniques.distill.teacher of phase", 'is "@later"', '"@model"'],
+        ),
+        (
+            after_mlm("squad", techniques={"distill": {"teacher": "@a", "alpha_distil": 1}}),
+            ["of the family squad", '"a", whose model teaches it, of lm', "the same task"],
+        ),
+        (after_mlm("sst2", cut={"keep": 0.5}), ["of the family text", '"a", whose model is cut for it, of lm']),
+        (with_distill(terms=["attention"]), ["distill.attention was removed in 0.3", "use distill.hidden"]),
+        (with_distill(terms=["mse"], cache_teacher={"top_k": 9}), ["keeps no logits with top_k", "the term mse"]),
+        (with_distill(alpha_distil=1, cache_teacher={"topk": 9}), ["cache_teacher: write true, false", "{'topk': 9}"]),
+        (with_distill(alpha_distil=1, cache_teacher={"top_k": 0}), ["tokens from 1 up"]),
+        (with_task(name="squad", doc_stride=383), ["doc_stride is 383", "max_seq_length 384 leaves 382 tokens"]),
+        (with_task(name="squad", max_sequence_length=3), ["task.max_sequence_length", '"max_seq_length"']),
+        (with_task(name="mlm", word_mask=0.5), ["word_mask + word_keep + word_rand is 0.7"]),
+        (with_task(name="mlm", min_seq_length=200), ["min_seq_length is 200 and max_seq_length is 128"]),
+        ({"phases": [{"max_steps": 1, "histograms": True}]}, ["histograms was removed in 0.3", "add_histogram"]),
+        (phase(student={}), ["student", "one of the two"]),
+        (phase(student={"layers": [0], "config": {"model_type": "bert"}}), ["one of the two"]),
+    ],
+)
+def test_mistakes_are_told_with_path_and_way_out(data, words):
+    """Each mistake names where it is, what was found and what is allowed."""
+    message = mistakes_of(data)
+    assert [word for word in words if word not in message] == []
+
+
+def test_all_mistakes_come_at_once():
+    """Mistakes in five places, and two of them in one, give a line each."""
+    phases = [{"max_stps": 1}, {"name": "b", "student": {"layers": [0]}, "cut": {"keep": 0.5}}]
+    lines = mistakes_of({"sed": 1, "phases": phases, "task": {"max_seq_length": 0}}).splitlines()
+    words = ("sed", "max_stps", "max_seq_length", "neither num_train_epochs", "student and cut are both set")
+    assert [word for word in words if not any(word in line for line in lines)] == []
+    assert all(line.startswith("recipe: phases.1: ") for line in lines[-2:] if "phases.1" in line)
+
+
+def test_the_originals_spellings_are_taken():
+    """sigmoid_threshold is sigmoied_threshold, and the text "null" is no regularization."""
+    prune = (
+        parse_recipe(with_prune(pruning_method="sigmoid_threshold", regularization="null")).phases[0].techniques.prune
+    )
+    assert (prune.pruning_method, prune.regularization) == ("sigmoied_threshold", None)
+
+
+@pytest.mark.parametrize(
+    ("method", "thresholds"),
+    [
+        ("topK", (1, 0.15)),
+        ("magnitude", (1, 0.15)),
+        ("threshold", (0, 0.1)),
+        ("sigmoied_threshold", (0, 0.1)),
+        ("l0", (1, 1)),
+    ],
+)
+def test_thresholds_follow_the_method(method, thresholds):
+    """A method that keeps a share starts at 1, one that compares scores at 0, l0's stay; a value that is said wins."""
+    prune = parse_recipe(with_prune(pruning_method=method)).phases[0].techniques.prune
+    assert (prune.initial_threshold, prune.final_threshold) == thresholds
+    assert (
+        parse_recipe(with_prune(pruning_method=method, final_threshold=0.5)).phases[0].techniques.prune.final_threshold
+        == 0.5
+    )
+
+
+def test_scores_follow_the_method():
+    """L0's start and rate are those of its published command, threshold's are above it; what is written back stays."""
+    for method, defaults in {"topK": (0, 1e-2), "threshold": (1, 1e-2), "l0": (2.197, 0.1)}.items():
+        prune = parse_recipe(with_prune(pruning_method=method)).phases[0].techniques.prune
+        assert (prune.mask_scale, prune.mask_scores_learning_rate) == defaults
+        assert parse_recipe(with_prune(**prune.model_dump())).phases[0].techniques.prune == prune
+    said = parse_recipe(with_prune(pruning_method="l0", mask_scale=0.0)).phases[0].techniques.prune
+    assert said.mask_scale == 0
+
+
+def test_a_penalty_that_would_begin_as_a_reward_is_refused():
+    """Its weight follows the threshold, which must not change its sign on the way."""
+    spec = {"pruning_method": "threshold", "regularization": "l1", "final_lambda": 1, "initial_threshold": -1.0}
+    with pytest.raises(ValueError, match=r"initial_threshold is -1\.0 and final_threshold 0\.1: .* as a reward: raise"):
+        parse_recipe(with_prune(**spec))
+    parse_recipe(with_prune(**spec | {"final_threshold": -0.1}))
+
+
+def test_final_lambda_becomes_the_loss_weight():
+    """It lands in the phase's loss table, and another number there is refused, naming both."""
+    data = with_prune(regularization="l1", final_lambda=400)
+    assert parse_recipe(data).phases[0].loss == {"task": 1.0, "prune.penalty": 400}
+    data["phases"][0]["loss"] = {"task": 1.0, "prune.penalty": 3}
+    message = mistakes_of(data)
+    assert "400" in message
+    assert "3" in message
+
+
+@pytest.mark.parametrize(
+    ("distill", "loss", "terms"),
+    [
+        ({"alpha_ce": 0.1, "alpha_distil": 0.9}, {"task": 0.1, "distill.logits": 0.9}, ["logits"]),
+        ({"alpha_ce": 5, "alpha_mlm": 2, "alpha_clm": 0}, {"task": 2, "distill.logits": 5}, ["logits"]),
+        ({"alpha_distil": 0.9}, {"task": 1.0, "distill.logits": 0.9}, ["logits"]),
+        (
+            {"alpha_ce": 5, "alpha_mlm": 2, "alpha_cos": 1},
+            {"task": 2, "distill.logits": 5, "distill.cos": 1},
+            ["logits", "cos"],
+        ),
+        (
+            {"alpha_ce": 0.5, "alpha_squad": 0.5, "alpha_mse": 0.25},
+            {"task": 0.5, "distill.logits": 0.5, "distill.mse": 0.25},
+            ["logits", "mse"],
+        ),
+    ],
+)
+def test_the_originals_alphas_become_loss_weights(distill, loss, terms):
+    """alpha_ce weighs the task's loss beside alpha_distil, the logits beside the others; a term is what is weighed."""
+    phase = parse_recipe(with_distill(**distill)).phases[0]
+    assert phase.loss == loss
+    assert sorted(phase.techniques.distill.terms) == sorted(terms)
+
+
+def test_a_loss_table_and_alphas_must_agree():
+    """The same number twice is no mistake, another one is, naming both; the table alone decides the terms, too."""
+    data = with_distill(alpha_distil=0.9)
+    data["phases"][0]["loss"] = {"task": 1.0, "distill.logits": 0.9}
+    assert parse_recipe(data).phases[0].loss["distill.logits"] == 0.9
+    data["phases"][0]["loss"]["distill.logits"] = 2
+    message = mistakes_of(data)
+    assert "0.9" in message
+    assert "is 2" in message
+    data["phases"][0]["loss"]["distill.logits"] = "x" * 30_000
+    assert len(mistakes_of(data)) < 500
+    data = with_distill()
+    data["phases"][0]["loss"] = {"task": 1, "distill.hidden": 3}
+    assert parse_recipe(data).phases[0].techniques.distill.terms == ["hidden"]
+
+
+def test_masked_heads_follow_from_the_restriction():
+    """Without restrict_ce_to_mask MLM gives logits everywhere; with it, as the task says."""
+    for restricted, positions in ((False, "all"), (True, "labels")):
+        data = with_distill(alpha_distil=1, restrict_ce_to_mask=restricted) | {"task": {"name": "mlm"}}
+        recipe = parse_recipe(data)
+        assert task_of(recipe.phases[0], recipe).head_positions == positions
+
+
+def test_a_resolved_recipe_reads_back_as_itself():
+    """model_dump through JSON and back is the same recipe: what a run writes can be run again."""
+    prune = with_prune(regularization="l0", final_lambda=2, pruning_method="l0", initial_warmup=0.25)
+    distill = with_distill(alpha_ce=5, alpha_mlm=2, alpha_cos=1) | {"task": {"name": "mlm"}}
+    for data in (prune, distill, with_task(name="squad")):
+        recipe = parse_recipe(data)
+        assert parse_recipe(json.loads(json.dumps(recipe.model_dump()))) == recipe
+
+
+def test_the_schema_knows_every_field():
+    """The JSON schema for editors lists techniques' fields and forbids others."""
+    schema = Recipe.model_json_schema()
+    assert "mask_scores_learning_rate" in schema["$defs"]["PruneSpec"]["properties"]
+    assert {"TextSpec", "SquadSpec", "LmSpec", "DistillSpec"} <= schema["$defs"].keys()
+    assert schema["additionalProperties"] is False
+
+
+def test_a_task_is_checked_by_itself():
+    """parse_task tells the task's own mistakes."""
+    with pytest.raises(ValueError, match=r'task.max_seq_lenght: unknown key; did you mean "max_seq_length"'):
+        parse_task({"name": "sst2", "max_seq_lenght": 3})
+
+
+def test_a_technique_that_is_only_switched_on_hides_no_weights_of_others():
+    """keep_zeros: true beside distill: the alphas are loss weights, and a conflict with the loss table is an error."""
+    phase = {"max_steps": 1, "techniques": {"keep_zeros": True, "distill": {"teacher": "t", "alpha_distil": 0.5}}}
+    assert parse_recipe({"phases": [phase]}).phases[0].loss["distill.logits"] == 0.5
+    with pytest.raises(ValueError, match="write only one of them"):
+        parse_recipe({"phases": [phase | {"loss": {"task": 1.0, "distill.logits": 1.0}}]})
+
+
+def in_steps(cut: dict, **more) -> Recipe:
+    """A dense phase, one that cuts in steps and learns from the phase before it, and one that refers to it."""
+    taught = {"distill": {"teacher": "@previous", "alpha_distil": 1}}
+    phases = [
+        {"name": "dense", "max_steps": 10},
+        {"name": "cut", "num_train_epochs": 3, "cut": cut, "techniques": taught} | more,
+        {"name": "last", "max_steps": 10, "start_from": "@cut"},
+    ]
+    return parse_recipe({"phases": phases})
+
+
+def test_a_cut_in_steps_is_a_phase_for_each():
+    """The phases start from each other, share the training, learn from the phase before all of them; the last has the
+    name."""
+    recipe = in_steps({"keep": [0.8, 0.4, 0.1], "vocabulary": {}})
+    steps = recipe.phases[1:4]
+    assert [phase.name for phase in recipe.phases] == ["dense", "cut_1", "cut_2", "cut", "last"]
+    assert [phase.start_from for phase in steps] == ["@previous", "@cut_1", "@cut_2"]
+    assert {phase.techniques.distill.teacher for phase in steps} == {"@dense"}
+    assert [phase.num_train_epochs for phase in steps] == [1, 1, 1]
+    assert [phase.cut.keep for phase in steps] == pytest.approx([0.8, 0.5, 0.25]), "a share of what is there"
+    assert [phase.cut.vocabulary is None for phase in steps] == [False, True, True]
+    assert parse_recipe(json.loads(recipe.model_dump_json())) == recipe
+
+
+def test_a_cut_in_steps_divides_optimizer_steps_and_keeps_a_teacher_by_name():
+    """11 steps are 5 and 6; weights that stay as zeros are kept by shares of all of them."""
+    taught = {"distill": {"teacher": "@model", "alpha_distil": 1}}
+    recipe = in_steps({"keep": [0.8, 0.4], "granularity": "weight"}, max_steps=11, techniques=taught)
+    assert [phase.max_steps for phase in recipe.phases[1:3]] == [5, 6]
+    assert [phase.cut.keep for phase in recipe.phases[1:3]] == [0.8, 0.4]
+    assert {phase.techniques.distill.teacher for phase in recipe.phases[1:3]} == {"@model"}
+
+
+def test_a_first_phase_that_cuts_in_steps_learns_from_the_model():
+    """Without a phase before it, "@previous" is the recipe's model, in each step."""
+    taught = {"distill": {"teacher": "@previous", "alpha_distil": 1}}
+    recipe = parse_recipe({"phases": [{"max_steps": 4, "cut": {"keep": [0.5, 0.2]}, "techniques": taught}]})
+    named = [(phase.name, phase.techniques.distill.teacher) for phase in recipe.phases]
+    assert named == [("train_1", "@model"), ("train", "@model")]
+
+
+MLM = {"name": "mlm", "dataset": "x"}
+NER = {"name": "ner", "dataset": "x"}
+BY_METRIC = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "greater"),
+    [
+        (MLM, "perplexity", False),
+        (MLM, "teacher/loss", False),
+        (MLM, "validation_mismatched/accuracy", True),
+        (MLM, "teacher/agreement", True),
+        (NER, "f1/loss", True),
+        (NER, "exit_1/f1", True),
+        ({}, "f1/Sci/Tech", True),
+        ({}, "validation_mismatched/macro_f1", True),
+        ({}, "early_exit/seconds", False),
+        ({}, "early_exit/speedup", True),
+        ({"name": "squad", "dataset": "x"}, "HasAns_f1", True),
+        ({}, "perplexity", None),
+        ({}, "early_exit/leave_at_1", None),
+        (NER, "f1s", None),
+    ],
+)
+def test_what_gives_a_score_says_whether_more_of_it_is_better(task, metric, greater):
+    """Whatever its prefix; the recipe need only say so of others, and can say otherwise."""
+    exits = {"techniques": {"exits": {}}, "loss": {"exits.heads": 1.0}} if metric.startswith("early_exit") else {}
+    data = {"task": {"name": "docstrings"} | task, "phases": [BY_METRIC | exits | {"metric_for_best_model": metric}]}
+    if greater is None:
+        with pytest.raises(UserError, match=f'is a higher or a lower "{metric}" better.* such as [a-z]\\w+$'):
+            parse_recipe(data)
+    else:
+        recipe = parse_recipe(data)
+        assert recipe.phases[0].prefers_more(metric, recipe.task) is greater
+    for said in (True, False):
+        data["phases"][0]["greater_is_better"] = said
+        assert parse_recipe(data).phases[0].prefers_more(metric, recipe.task if greater is not None else None) is said
+
+
+@pytest.mark.parametrize(("name", "value"), [("early_stopping_patience", 2), ("load_best_model_at_end", True)])
+def test_what_goes_by_a_metric_needs_one_and_a_phase_without_a_schedule_of_density(name, value):
+    """A phase that ends early, or at its best step, would export a model that is not pruned to the end."""
+    with pytest.raises(UserError, match=f"{name} needs metric_for_best_model"):
+        parse_recipe({"phases": [{"max_steps": 4, name: value}]})
+    phase = BY_METRIC | {name: value, "metric_for_best_model": "accuracy"}
+    assert parse_recipe({"phases": [phase]}).phases[0].trains
+    with pytest.raises(UserError, match=f"{name} with prune would export"):
+        parse_recipe({"phases": [phase | {"techniques": {"prune": {"final_threshold": 0.5}}}]})

@@ -1,0 +1,443 @@
+"""A tuning: what is tried in which order, what wins, what is refused, and that a second call goes on.
+
+The trials are made up here; `tests/integration/test_tune.py` has real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ds_trainer.cli.train import read_train_job
+from ds_trainer.cli.tune import read_tune_job
+from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
+from ds_trainer.ranks.failures import NothingFitsError, TuningFailedError, UserError
+from ds_trainer.recipe.jobs import TuneJob
+from ds_trainer.run.trial import trial_batches
+from ds_trainer.tune import search, trials
+from ds_trainer.tune.search import tune
+from ds_trainer.tune.space import Machine, combinations
+from ds_trainer.tune.trials import ENDED_EARLY, FAILED, HUNG, MEASURED, NO_MEMORY, NO_SCORE, Trial
+
+MICRO, STAGE = "train_micro_batch_size_per_gpu", "zero_optimization.stage"
+CHECKPOINTING, RATE, STEPS = (
+    "phases.prune.gradient_checkpointing",
+    "phases.prune.learning_rate",
+    "phases.prune.max_steps",
+)
+
+
+def machine(bytes_free: int = 10**12, per_example: int = 1000, gpus: int = 0, data: str = "d") -> Machine:
+    lines = (Activations(64, False, 0, per_example), Activations(64, True, 0, per_example // 10))
+    memory = PhaseMemory(ModelSizes(1000, 0, 100), 0, lines, 0, 0, 10_000, on_gpu=bool(gpus))
+    return Machine(memory, 32, gpus, bytes_free, 100, {"data": data})
+
+
+@pytest.fixture
+def job(tiny_recipe, write_json, tmp_path) -> Callable[..., TuneJob]:
+    def make(space: dict | str | None = None, *more: str, held_out: float = 0.1) -> TuneJob:
+        recipe = copy.deepcopy(tiny_recipe)
+        recipe["task"]["held_out"] = held_out
+        files = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", write_json("recipe.json", recipe)]
+        spaces = [] if space is None else ["--space", space if isinstance(space, str) else json.dumps(space)]
+        return read_tune_job([*files, "--output_dir", str(tmp_path / "out"), *spaces, *more])
+
+    return make
+
+
+@pytest.fixture
+def run(monkeypatch) -> Callable[..., tuple[Trial, list[dict]]]:
+    """Tune with made-up trials of a value, a curve of which the last is the score, or an outcome.
+
+    Returns the best trial, and the settings of those that were started.
+    """
+
+    def tuned(job: TuneJob, result, on: Machine | None = None, lasted: float = 0.001) -> tuple[Trial, list[dict]]:
+        calls: list[dict] = []
+        clock = SimpleNamespace(monotonic=lambda: lasted * len(calls))
+
+        def speed(job, settings, request) -> Trial:
+            calls.append(settings)
+            value = result(settings, len(calls))
+            if isinstance(value, str):
+                return Trial(settings, value, "made up", lasted=lasted)
+            return Trial(settings, MEASURED, value=value, lasted=lasted)
+
+        def score(job, settings, name, cannot_win) -> Trial:
+            calls.append(settings)
+            curve, value = [], result(settings, len(calls))
+            if isinstance(value, str):
+                return Trial(settings, value, "made up", lasted=lasted)
+            for step, reached in enumerate(value, start=1):
+                curve.append([10 * step, reached])
+                if cannot_win(*curve[-1]):
+                    return Trial(settings, ENDED_EARLY, "made up", lasted=lasted, details={"curve": curve})
+            (job.output / "trials" / name / "model").mkdir(parents=True)
+            return Trial(settings, MEASURED, value=value[-1], lasted=lasted, details={"curve": curve})
+
+        monkeypatch.setattr(trials, "run_speed_trial", speed)
+        monkeypatch.setattr(trials, "run_score_trial", score)
+        monkeypatch.setattr(search, "measure_machine", lambda job: on or machine())
+        monkeypatch.setattr(search, "time", clock)
+        shutil.rmtree(job.output / "trials", ignore_errors=True)
+        return tune(job), calls
+
+    return tuned
+
+
+def written(job: TuneJob) -> tuple[dict, dict]:
+    return tuple(json.loads((job.output / name).read_text()) for name in ("tuned.json", "tuned_recipe.json"))
+
+
+def recorded(job: TuneJob) -> list[dict]:
+    return [json.loads(line) for line in (job.output / "trials.jsonl").read_text().splitlines()]
+
+
+# --- speed ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_is_timed_again_and_written(job, run, caplog):
+    """Two rounds in turns of the three fastest and the user's own; the printed command trains with both files."""
+    caplog.set_level("INFO", "ds_trainer")
+    made = job({MICRO: [16, 8, 4, 2, 1]}, "--set", "phases.prune.dropout=0.1", "--seed", "7")
+    speeds = {None: 50, 8: 90, 4: 100, 2: 95, 1: 60}  # a micro-batch of 16 is the user's own
+    best, calls = run(made, lambda settings, _: speeds[settings.get(MICRO)])
+    assert [call.get(MICRO) for call in calls] == [None, 8, 4, 2, 1, *[4, 2, 8, None] * 2]
+    assert (best.settings[MICRO], best.value) == (4, 100)
+    engine, recipe = written(made)
+    assert engine == made.engine_file | {MICRO: 4, "gradient_accumulation_steps": "auto"}
+    assert (recipe["seed"], recipe["phases"][1]["dropout"]) == (7, 0.1)
+    assert "best: 1 rank, train_micro_batch_size_per_gpu 4: 100 examples/s, the user's own files 50" in caplog.text
+    words = shlex.split(caplog.text.split("train with:\n")[1].splitlines()[0])
+    assert words[:3] == ["deepspeed", "--num_gpus", "1"]
+    again = read_train_job([*words[5:], "--dry_run"])
+    assert (again.engine_config[MICRO], again.recipe.phases[1].dropout, again.recipe.seed) == (4, 0.1, 7)
+
+
+def test_the_users_own_files_win_within_the_noise(job, run):
+    """The other is faster by 3%, and trials of one candidate are 6% from their median."""
+    speeds = [94, 96, 103, 100, 109, 106]
+    best, _ = run(job({MICRO: [8]}), lambda _, number: speeds[number - 1])
+    assert (MICRO in best.settings, best.value) == (False, 100)
+
+
+def test_what_differs_least_from_the_fastest_is_tried_next(job, run):
+    """Of two settings with 12 combinations the best is the fifth trial, and all are tried in the end."""
+    made = job({STAGE: [1, 2, 3], "gradient_clipping": [0.4, 0.3, 0.2, 0.1]})
+    best, calls = run(
+        made, lambda settings, _: 10 - settings.get("gradient_clipping", 9) + 9 * (settings.get(STAGE) == 2)
+    )
+    tried = [(settings[STAGE], settings["gradient_clipping"]) for settings in calls[1:13]]
+    assert tried[:5] == [(1, 0.4), (1, 0.3), (1, 0.2), (1, 0.1), (2, 0.1)]
+    assert len(set(tried)) == 12
+    assert (best.settings[STAGE], best.settings["gradient_clipping"]) == (2, 0.1)
+
+
+def test_what_cannot_fit_by_arithmetic_is_not_started(job, run):
+    """Only beyond a margin of 15%; with checkpointing all fit. On two ranks of a host each has half of its memory."""
+    made = job({CHECKPOINTING: [False, True], MICRO: [16, 8, 4]})
+    needs = 10_000 + 16_000 + 4_000  # without activations, of which an example takes 3,000
+    for bytes_free, first in ((needs + 3_000 * 8, 8), (needs + 3_000 * 4, 4)):
+        shutil.rmtree(made.output, ignore_errors=True)
+        _, calls = run(made, lambda settings, _: 10.0, machine(bytes_free, 3000))
+        assert max(call[MICRO] for call in calls if call.get(CHECKPOINTING) is False) == first
+        assert any(call.get(CHECKPOINTING) and call[MICRO] == 16 for call in calls)
+    two = job({MICRO: [8]}, "--num_gpus", "2")
+    with pytest.raises(NothingFitsError, match="by arithmetic a rank needs"):
+        run(two, lambda settings, _: 10.0, machine(needs, 3000))
+
+
+def test_a_budget_that_is_too_small_is_an_error_that_names_a_better_one(job, run, caplog):
+    """With time for a comparison it is a warning; two fifths are kept for the finals."""
+    made = job({MICRO: [8, 4, 2, 1]}, "--budget", "60s")
+    with pytest.raises(
+        UserError, match=r"give --budget 250s at least; a trial takes 50 s here, and --budget 417s .* 4"
+    ):
+        run(made, lambda *_: 10.0, lasted=50.0)
+    assert len(recorded(made)) == 1
+    _, calls = run(
+        made.model_copy(update={"budget": 300.0, "trial_seconds": 1.0, "phase": "finetune"}),
+        lambda *_: 10.0,
+        lasted=50.0,
+    )
+    assert [call.get(MICRO) for call in calls] == [None, 8, 4, None, 8]
+    assert "the budget is used up; a trial takes 50 s here, and --budget 417s would be enough for 2 more" in caplog.text
+
+
+def test_a_second_call_goes_on(job, run):
+    """Killed after two trials, it starts the third; trials of other data are not used."""
+
+    def killed(settings: dict, number: int) -> float:
+        if number == 3:
+            raise KeyboardInterrupt
+        return 20.0
+
+    made = job({MICRO: [8, 4, 2]})
+    with pytest.raises(KeyboardInterrupt):
+        run(made, killed)
+    (made.output / "trials.jsonl").open("a").write('\n{"identity": "to')  # a line that was torn
+    _, calls = run(made, lambda *_: 20.0)
+    assert [call.get(MICRO) for call in calls[:2]] == [4, 2]
+    assert len(run(made, lambda *_: 20.0)[1]) == 0
+    assert len(run(made, lambda *_: 20.0, machine(data="other"))[1]) == 10
+
+
+def test_the_default_space_keeps_the_global_batch(job):
+    """Every candidate divides it; on one rank only ZeRO 0 without offload, on a GPU offload too."""
+    made = job()
+    for on in (machine(), machine(gpus=2)):
+        every = list(combinations(made, on))
+        assert len(every) > 4
+        for settings in every:
+            assert 16 % (settings[MICRO] * settings["ranks"]) == 0
+            assert settings["ranks"] == (on.gpus or settings["ranks"])
+            assert settings["ranks"] > 1 or settings[STAGE] == 0
+    assert any(settings["zero_optimization.offload_optimizer"] for settings in every)
+
+
+def test_other_phases_are_checked_too_and_words_that_mean_the_same_are_one_candidate(job, run):
+    """A micro-batch that does not divide the batch of another phase is a mistake; 16 is the user's own."""
+    with pytest.raises(UserError, match=f"--space {MICRO}, 16: train_batch_size is 4"):
+        job({MICRO: [16, 4]}, "--set", "phases.finetune.train_batch_size=4")
+    assert len(run(job({MICRO: [16]}), lambda *_: 10.0)[1]) == 1
+
+
+def test_the_longest_come_first_and_the_others_stand_for_an_epoch():
+    """Each batch has examples of like lengths, and the mean of the typical ones is that of the data."""
+    lengths = np.random.default_rng(0).integers(4, 128, 1000)
+    longest, *typical = trial_batches(lengths, 20, 6)
+    assert sorted(lengths[longest]) == sorted(lengths)[-20:]
+    assert all(np.ptp(lengths[batch]) <= 4 for batch in typical)
+    assert np.mean([lengths[batch].mean() for batch in typical]) == pytest.approx(lengths.mean(), rel=0.03)
+    few = trial_batches(np.array([3, 9, 5]), 8, 2)  # a training set that is smaller than a batch is repeated
+    assert [len(batch) for batch in few] == [8, 8, 8]
+    assert set(few[1].tolist()) == {0, 1, 2}
+
+
+# --- a score --------------------------------------------------------------------------------------------------------
+
+ACCURACY = ("--metric", "eval/accuracy")
+
+
+def test_the_best_score_wins_and_its_model_is_kept(job, run, caplog):
+    """The user's own is the first, and wins among equals; settings of both files are written."""
+    caplog.set_level("INFO", "ds_trainer")
+    made = job({RATE: [1e-3, 2e-3, 3e-3], "gradient_clipping": [0.5]}, *ACCURACY)
+    scores = {None: 0.5, 1e-3: 0.6, 2e-3: 0.9, 3e-3: 0.9}
+    best, calls = run(made, lambda settings, _: [scores[settings.get(RATE)]])
+    assert calls[0] == {"ranks": 1}
+    assert sorted(call[RATE] for call in calls[1:]) == [1e-3, 2e-3, 3e-3]
+    engine, recipe = written(made)
+    assert engine == made.engine_file | {"gradient_clipping": 0.5}
+    assert recipe["phases"][1]["learning_rate"] == best.settings[RATE]
+    assert "score_held_out" not in json.dumps(recipe)
+    assert "one standard error of 100 held-out examples is 0.0300" in caplog.text
+    assert [path.parent.name for path in (made.output / "trials").glob("*/model")] == [best.key[:12]]
+    best, _ = run(job({RATE: [4e-3]}, *ACCURACY, "--set", "seed=1"), lambda *_: [0.5])
+    assert best.settings == {"ranks": 1}
+
+
+def test_less_wins_where_less_is_better(job, run):
+    """The task says of which scores; of any other the recipe must."""
+    made = job({RATE: [1e-3]}, "--metric", "early_exit/agreement", "--set", "phases.prune.greater_is_better=false")
+    best, _ = run(made, lambda settings, _: [0.4 if RATE in settings else 0.5])
+    assert best.settings[RATE] == 1e-3
+    with pytest.raises(UserError, match=r'is a higher or a lower "early_exit/seconds" better.* such as accuracy'):
+        job({RATE: [1e-3]}, "--metric", "early_exit/seconds")  # no phase has exits
+
+
+def test_a_run_that_cannot_win_is_ended_early(job, run):
+    """From the fourth on, after a third of the steps, and not where it was better before."""
+    rates = [1e-3, 2e-3, 3e-3, 6e-3, 5e-3, 7e-3]
+    made = job({RATE: rates}, *ACCURACY)
+    curves = [[0.3, 0.6, 0.9], [0.3, 0.6, 0.8], [0.1, 0.1, 0.1], [0.9, 0.1, 0.1], [0.1, 0.7, 0.9], [0.1, 0.1, 0.9]]
+    run(made, lambda _, number: [*curves[min(number, 6) - 1], 0.5])
+    outcomes = [trial["outcome"] for trial in recorded(made)]
+    assert outcomes == [*[MEASURED] * 5, ENDED_EARLY, ENDED_EARLY]
+    assert len(recorded(made)[5]["details"]["curve"]) == 2
+
+
+def test_a_range_is_sampled(job, run):
+    """Optuna comes within a factor of 2 of the best rate of four decades in 40 runs; whole numbers stay whole."""
+    made = job(
+        {RATE: {"low": 1e-6, "high": 1e-2, "log": True}, STEPS: {"low": 10, "high": 99, "whole": True}}, *ACCURACY
+    )
+    seen: list[dict] = []
+
+    def score(settings: dict, number: int) -> list[float]:
+        if number > 41:
+            raise KeyboardInterrupt
+        seen.append(settings)
+        return [1 - abs(math.log10(settings.get(RATE, 1e-2) / 1e-4)) / 4]
+
+    with pytest.raises(KeyboardInterrupt):
+        run(made, score)
+    rates = [settings[RATE] for settings in seen[1:]]
+    assert 1e-6 <= min(rates) < 1e-4 < max(rates) <= 1e-2
+    assert any(0.5e-4 < rate < 2e-4 for rate in rates)
+    assert all(isinstance(settings[STEPS], int) and 10 <= settings[STEPS] <= 99 for settings in seen[1:])
+
+
+@pytest.mark.parametrize("varied", [False, True])
+def test_another_model_or_teacher_in_the_same_folder_is_measured_anew(job, run, tmp_path, varied):
+    """Whether the recipe names the folder, or only a value that is tried; its code counts, a card or an export not."""
+    (tmp_path / "teacher" / "code").mkdir(parents=True)
+    (tmp_path / "teacher" / "config.json").write_text('{"model_type": "bert"}')
+    save_file({"w": np.zeros(1)}, tmp_path / "teacher" / "model.safetensors")
+    place, teacher = "phases.prune.techniques.distill.teacher", str(tmp_path / "teacher")
+    fields = {"teacher": "@finetune" if varied else teacher, "alpha_distil": 1.0}
+    space = {place: [teacher]} if varied else {RATE: [1e-3]}
+    made = job(space, *ACCURACY, "--set", f"phases.prune.techniques.distill={json.dumps(fields)}")
+    for name, text, changes in (("README.md", "a", True), ("model.onnx", "b", False), ("code/layers.py", "c", True)):
+        (tmp_path / "teacher" / name).write_text(text)
+        assert len(run(made, lambda *_: [0.5])[1]) == (changes and (1 if varied and name != "README.md" else 2))
+
+
+# --- both -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", [HUNG, NO_MEMORY])
+@pytest.mark.parametrize("aim", [(), ACCURACY])
+def test_a_trial_without_a_result_is_recorded_and_the_search_goes_on(job, run, caplog, outcome, aim):
+    """The user's own may fail too."""
+    caplog.set_level("INFO", "ds_trainer")
+    made = job({RATE: [1e-3, 2e-3]}, *aim)
+    best, _ = run(made, lambda settings, _: outcome if settings.get(RATE) != 2e-3 else [5.0] if aim else 5.0)
+    assert best.settings[RATE] == 2e-3
+    assert [trial["outcome"] for trial in recorded(made)].count(outcome) == 2
+    assert f"{outcome}: made up" in caplog.text
+
+
+@pytest.mark.parametrize(("outcome", "error"), [(NO_MEMORY, NothingFitsError), (FAILED, TuningFailedError)])
+@pytest.mark.parametrize("aim", [(), ACCURACY])
+def test_a_tuning_without_any_result_says_why(job, run, outcome, error, aim):
+    with pytest.raises(error, match="made up"):
+        run(job({RATE: [1e-3]}, *aim), lambda *_: outcome)
+
+
+def test_a_metric_that_the_run_has_not_ends_the_tuning(job, run):
+    with pytest.raises(UserError, match="--metric is eval/teacher/accuracy: made up"):
+        run(job({RATE: [1e-3]}, "--metric", "teacher/accuracy"), lambda *_: NO_SCORE)
+
+
+@pytest.mark.parametrize(
+    ("space", "more", "message"),
+    [
+        ({MICRO: ["auto"]}, [], "write whole numbers above 0"),
+        ({"ranks": [0]}, [], "write whole numbers above 0"),
+        ({"ranks": [2]}, ["--num_gpus", "2"], "is fixed by the global batch, --num_gpus"),
+        ({"dropout": [8]}, [], 'neither the recipe nor the engine file has a field "dropout"'),
+        ({"phases.none.dropout": [0.1]}, [], "the list has no"),
+        ({RATE: {"low": 1e-5, "high": 1.0}}, [], "only a search with --metric draws from"),
+        (None, ["--budget", "20"], "write a number and s, m or h"),
+        (None, ["--phase", "none"], "the phases that train are 'finetune', 'prune'"),
+        ("missing.json", [], "missing.json"),
+        (None, ["--set", "phases.prune.per_device_train_batch_size=8"], "which a tuning is to find"),
+        (None, ["--debug_port", "5678"], "--debug_port is for a run"),
+        ({"phases.prune.learning_rat": [1e-3]}, ACCURACY, 'unknown key; did you mean "learning_rate"'),
+        ({RATE: [1e-3, "fast"]}, ACCURACY, f'--space {RATE}, "fast": recipe: phases.1.learning_rate'),
+        ({STEPS: {"low": 10, "high": 100}}, ACCURACY, "Input should be a valid integer"),
+        ({RATE: {"low": 0, "high": 1, "log": True}}, ACCURACY, "low must be below high"),
+        ({STAGE: [7]}, ACCURACY, "zero_optimization.stage is 7"),
+        ({"task.held_out": [0.2]}, ACCURACY, "could not be compared"),
+        ({"seed": [1, 2]}, [*ACCURACY, "--seed", "3"], "--seed is given too, and wins"),
+        ("{", ACCURACY, "--space is not JSON"),
+        (None, ACCURACY, "--metric needs --space"),
+        ({RATE: [1e-3]}, [*ACCURACY, "--phase", "prune"], "--phase is for speed"),
+        ({RATE: [1e-3]}, ["--metric", "eval/f2"], "name a score whose"),
+        ({RATE: [1e-3]}, [*ACCURACY, "--set", "task.held_out=0"], "give --set task.held_out=0.1"),
+        (
+            {RATE: [1e-3]},
+            [*ACCURACY, "--set", 'phases.finetune.task={"name": "mlm", "dataset": "x"}'],
+            "only labelled text and tagged words have held-out examples",
+        ),
+    ],
+)
+def test_mistakes_are_one_error_before_anything_is_tried(job, space, more, message):
+    with pytest.raises(ValueError) as caught:
+        job(space, *more)
+    assert message in str(caught.value)
+
+
+def test_values_that_are_right_in_some_combination_are_tried(job):
+    """Offload of parameters needs ZeRO 3, which is another value of the space; the user's own file is not changed."""
+    made = job({STAGE: [2, 3], "zero_optimization.offload_param": [None, {"device": "cpu"}]})
+    assert "zero_optimization" not in made.engine_file
+
+
+def test_optuna_is_needed_for_a_score_alone(job, monkeypatch):
+    monkeypatch.setattr("ds_trainer.cli.tune.find_spec", lambda name: None)
+    job({RATE: [1e-3]})
+    with pytest.raises(UserError, match="pip install optuna"):
+        job({RATE: [1e-3]}, *ACCURACY)
+
+
+RUN = """
+import json, sys, time
+from pathlib import Path
+out = Path(sys.argv[sys.argv.index("--output_dir") + 1])
+for step in range(1, 4):
+    records = [{"phase": "finetune", "step": step, "eval/accuracy": 0.0}]
+    records += [{"phase": "prune", "step": step, "eval/accuracy": step / 10}]
+    with (out / "log.jsonl").open("a") as log:
+        log.writelines(json.dumps(record) + "\\n" for record in records)
+if "phases.prune.learning_rate=0.5" in sys.argv:
+    (out / "log.jsonl").open("a").write('{"phase": "prune", "st')
+    time.sleep(60)
+last = {"eval": {"accuracy": 0.3}, "size": {"bytes": 2**20}, "latency": {"batch_1": {"median_ms": 5.0}}}
+(out / "all_results.json").write_text(json.dumps({"finetune": {}, "prune": last}))
+(out / "checkpoint-3").mkdir()
+(out / "status.json").write_text('{"state": "finished"}')
+print(sys.argv)
+"""
+
+
+@pytest.fixture
+def follow(monkeypatch, tmp_path, job) -> Callable[..., tuple[Trial, Path]]:
+    """Run a trial for a score with a script, in place of training, that writes what a run writes."""
+    (tmp_path / "run.py").write_text(RUN)
+
+    def started(job, settings, words, log) -> list[subprocess.Popen[bytes]]:
+        command = [sys.executable, str(tmp_path / "run.py"), *words]
+        return [subprocess.Popen(command, stdout=log.open("wb"), start_new_session=True)]
+
+    def trial(rate: float, cannot_win=lambda *_: False, more=(), metric="accuracy") -> tuple[Trial, Path]:
+        made = job({RATE: [0.5]}, "--metric", metric, *more)
+        return trials.run_score_trial(made, {"ranks": 1, RATE: rate}, "one", cannot_win), made.output / "trials/one"
+
+    monkeypatch.setattr(trials, "_started", started)
+    return trial
+
+
+def test_a_finished_run_gives_its_score_and_costs(follow):
+    """Of the last phase, scored on held-out examples; its checkpoints are deleted."""
+    trial, folder = follow(0.1)
+    assert (trial.outcome, trial.value) == (MEASURED, 0.3)
+    assert trial.details == {"costs": {"MiB": 1.0, "ms (batch 1)": 5.0}, "curve": [(1, 0.1), (2, 0.2), (3, 0.3)]}
+    assert not (folder / "checkpoint-3").exists()
+    assert "task.score_held_out=true" in (folder / "output.log").read_text()
+    trial, _ = follow(0.1, metric="teacher/agreement")
+    assert (trial.outcome, trial.reason) == (NO_SCORE, "the run has the scores accuracy")
+
+
+def test_a_run_is_ended_where_its_evaluations_say_so_or_it_is_silent(follow):
+    """A second run in the folder does not see the first one's."""
+    trial, _ = follow(0.5, lambda step, score: step == 2)
+    assert (trial.outcome, trial.value) == (ENDED_EARLY, None)
+    assert trial.lasted < 30
+    trial, _ = follow(0.5, more=("--trial_timeout", "1s"))
+    assert (trial.outcome, trial.reason) == (HUNG, "it printed and logged nothing for 1 s")
+    assert replace(follow(0.1)[0], lasted=0).outcome == MEASURED
