@@ -96,7 +96,7 @@ TextTask.collate = failing
 
 
 LOSES_STEP_7 = """
-from ds_trainer.run.run import loop
+from ds_trainer.run import loop
 from ds_trainer.tasks.text.text_task import TextTask
 loop.SETTLE_EVERY = 10
 taken, loss, train_step = [], TextTask.loss, loop.train_step

@@ -16,7 +16,7 @@ from support.killing import STEPS, alike, finish, resumed_at
 from ds_trainer.engine.checkpoint import Checkpoints, step_of
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.recipe.recipe import parse_recipe
-from ds_trainer.run.run import resuming
+from ds_trainer.run import resuming
 
 
 def test_a_checkpoint_that_is_named_is_gone_back_to(server, words, whole, tmp_path):

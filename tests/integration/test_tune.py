@@ -34,7 +34,7 @@ def sabotaged(micro):
 if "--trial" in sys.argv and "train_micro_batch_size_per_gpu" not in str(sys.argv):
     print("error: this is no error", file=sys.stderr, flush=True)
 if sabotaged(8):
-    from ds_trainer.run.run import trial
+    from ds_trainer.run import trial
     start_engine = trial.engine.start_engine
     def in_a_small_space(*args):
         import torch

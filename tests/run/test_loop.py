@@ -9,7 +9,7 @@ import pytest
 from ds_trainer.engine.checkpoint import Best, Checkpoint
 from ds_trainer.files.checkpoint_files import write_marker
 from ds_trainer.recipe.recipe import parse_recipe
-from ds_trainer.run.run import phase
+from ds_trainer.run import phase
 from ds_trainer.techniques.technique import PhaseLength
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ds_trainer.report.dry_run import dry_run_table
+from ds_trainer.run import rehearsal
 from ds_trainer.run.rehearsal import measure_time
-from ds_trainer.run.run import rehearsal
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from ds_trainer.engine.checkpoint import TRAINING_DATA, Checkpoints, check_fits
 from ds_trainer.files.checkpoint_files import write_marker
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.ranks.failures import StoppedError, UserError
+from ds_trainer.run import run
 from ds_trainer.run.resuming import asked_of, checkpoint_to_go_back_to, phase_to_lengthen, write_asked
-from ds_trainer.run.run import run
 
 
 def job_of(folder, names):

@@ -15,7 +15,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError, UserError
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.recipe.recipe import Recipe, parse_recipe
-from ds_trainer.run.run import starting_models
+from ds_trainer.run import starting_models
 from ds_trainer.run.starting_models import MadeModels, RehearsedModels, StartingModels
 from ds_trainer.tasks.registry import build_task
 

@@ -28,8 +28,8 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
 from ds_trainer.recipe.jobs import TrainJob
 from ds_trainer.report.log import RunLog
+from ds_trainer.run import loop
 from ds_trainer.run.phase import plan_phase
-from ds_trainer.run.run import loop
 from ds_trainer.run.starting_models import StartingModels
 
 STEPS, EVALUATE, SAVE = 18, 6, 5
