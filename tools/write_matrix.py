@@ -72,7 +72,7 @@ OF_TASKS = {
     ),
     "exits": (
         _EXITS_RUN.format("all"),
-        "tests/techniques/test_exits.py::test_heads_learn_the_sum_of_their_losses_or_a_mean_weighted_by_layer",
+        "tests/techniques/test_exits.py::test_heads_learn_the_sum_of_their_losses_or_a_mean_weighted_by_layer[joint-None-scores]",
         _EXITS_RUN.format("stages"),
         *["labels only"] * 3,
     ),

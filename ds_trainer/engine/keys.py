@@ -40,7 +40,8 @@ def key_mistakes(section: Mapping[str, Any], known: Mapping[str, Any], path: str
         elif isinstance(entry, dict) and isinstance(value, dict):
             yield from key_mistakes(value, entry, f"{here}.")
         elif isinstance(entry, dict):
-            yield f"{here} is {shown(value)}: write an object"
+            if value is not None or not path:  # DeepSpeed takes null for an offload that is not wanted
+                yield f"{here} is {shown(value)}: write an object"
         elif is_auto(value) and not {"auto", "str"} & {*entry.split("|")}:
             yield f'{here} is "auto", which nothing can fill: write a value'
         elif entry and not any(_is_of_type(value, kind) for kind in entry.split("|")):

@@ -156,7 +156,7 @@ def test_mistakes_found_only_with_the_data_still_end_with_2(command, spoilt, wri
     more, words = {
         "data": (["--data_dir", str(broken)], ["train.csv", "line 4"]),
         "pattern": (["--set", pattern], ['"*.quary" matches no linear layer']),
-        "scheduler": (["--dry_run"], ["warmup_max_lr", "lr_scheduler_type"]),
+        "scheduler": (["--dry_run"], ["scheduler.type WarmupLR", "lr_scheduler_type"]),
     }[spoilt]
     if spoilt == "scheduler":
         command |= {"--deepspeed_config": write_json("engine.json", {"scheduler": scheduler})}

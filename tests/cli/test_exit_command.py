@@ -98,7 +98,6 @@ def test_the_commands_calibrate_and_then_evaluate_by_other_thresholds(
         (read_calibrate_job, ["--max_drop", "1", "--set", "held_out=0.3"], "task.held_out is 0.3, and the exit heads"),
         (read_calibrate_job, ["--max_drop", "1", "--set", "held_out=0"], "give --set held_out=0.25"),
         (read_calibrate_job, ["--max_drop", "1", "--set", 'train_file="gone.csv"'], "gone.csv"),
-        (read_calibrate_job, ["--max_drop", "1", "--set", "regression=true"], "a regression has no probabilities"),
         (read_evaluate_job, ["--early_exit_entropy", "0.1,0.2"], "2 thresholds for 3 heads by entropy: give 3"),
         (
             read_evaluate_job,
@@ -138,7 +137,9 @@ def test_a_folder_that_does_not_suit_is_told(classifier: Path, flags: list[str],
         read_evaluate_job([str(plain), *flags, "--patience", "1"])
 
 
-def test_a_policy_on_the_command_line_is_taken(classifier: Path, regressor: Path, flags: list[str]) -> None:
+def test_a_policy_on_the_command_line_is_taken(
+    classifier: Path, regressor: Path, flags: list[str], tmp_path: Path
+) -> None:
     """One threshold is every head's; the tolerances of a regression stay when its patience changes."""
 
     def policy(folder: Path, *more: str) -> ExitPolicy | None:
@@ -149,7 +150,9 @@ def test_a_policy_on_the_command_line_is_taken(classifier: Path, regressor: Path
     each = policy(classifier, "--early_exit_confidence", "0.7,0.8,0.9")
     assert each == ExitPolicy(criterion="confidence", thresholds=[0.7, 0.8, 0.9])
     assert policy(classifier, "--patience", "3") == ExitPolicy(criterion="patience", patience=3)
-    regression = ("--set", "regression=true")
+    (tmp_path / "scores.csv").write_text("text,kind\na pear,0.5\nan owl,0.25\n")
+    regression = ["--set", "regression=true", "--data_dir", str(tmp_path)]
+    regression += [w for split in ("train", "validation") for w in ("--set", f'{split}_file="scores.csv"')]
     patient = policy(regressor, *regression, "--patience", "3")
     assert patient == ExitPolicy(criterion="patience", thresholds=[0.3] * 3, patience=3)
     with pytest.raises(ValueError, match="a regression has no probabilities"):

@@ -14,7 +14,6 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from support.exhaustive import chosen
 from support.launching import run_deepspeed
 
-from ds_trainer.engine.keys import precision_of
 from ds_trainer.engine.saved_states import MODEL, SavedEngine, _read, weights_of
 from ds_trainer.ranks.failures import UserError
 
@@ -170,12 +169,6 @@ def test_a_checkpoint_runs_no_code(tmp_path):
         assert not called.exists()
     torch.save({"value": Pickled(getattr, (ZeroStageEnum, "weights"))}, file)
     assert _read(file) == {"value": ZeroStageEnum.weights}
-
-
-@pytest.mark.parametrize("section", ["bf16", "bfloat16"])
-def test_a_precision_has_one_name(section):
-    """Checkpoints are in bf16 also where the engine file uses the older name bfloat16."""
-    assert precision_of({section: {"enabled": True}, "fp16": {"enabled": False}}) == "bf16"
 
 
 def test_another_model_is_refused(runs):

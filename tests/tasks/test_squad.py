@@ -267,7 +267,7 @@ def test_windows_that_leave_gaps_in_a_long_context_are_refused(encoder: Path, tm
         seen = {(start, end) for row in rows for start, end in zip(row["char_start"], row["char_end"], strict=True)}
         assert seen >= set(map(tuple, context.spans.tolist()))
     assert max(len(context.ids) for context in contexts) > 62  # three windows or more
-    with pytest.raises(ValueError, match=r"question 'q6': .* leaves 31 .*; lower doc_stride or max_query_length"):
+    with pytest.raises(ValueError, match=r"question 'q6': .* leaves 31 .*: lower doc_stride or max_query_length"):
         squad(tmp_path, questions, encoder, doc_stride=32).examples("train")
     short = questions[1]._replace(context="in the year 1066", answers=(GoldAnswer("1066", 12),))
     kept = squad(tmp_path, [questions[0], short, questions[2]], encoder, doc_stride=32).examples("train")
