@@ -32,7 +32,7 @@ def evaluate_folder(job: EvaluateJob) -> dict[str, float]:
         scores, files = _scored(job)
         print_json(scores)  # before the files are written, which may fail
         if job.output_file:
-            distributed.on_main(partial(write_json, job.output_file, scores))
+            distributed.on_main(partial(_write_scores, job.output_file, scores))
         if job.predictions_dir:
             distributed.on_main(partial(write_artifacts, job.predictions_dir, files))
     return scores
@@ -71,7 +71,7 @@ def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
         newest = job.checkpoints[-1]
         value = {"phase": newest.phase.name, "checkpoints": rows}
         if job.output_file:
-            write_json(job.output_file, value)
+            _write_scores(job.output_file, value)
         if job.predictions_dir:
             write_json(job.predictions_dir / "checkpoints.json", value)
         else:
