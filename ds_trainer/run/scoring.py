@@ -1,6 +1,8 @@
 """Score model folders and checkpoints apart from a run, and calibrate the exits of a folder."""
 
 import contextlib
+import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,3 +111,9 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
             files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
             evaluation.scores |= flat_scores(task, files[EXITS_FILE])
     return evaluation.scores, files
+
+
+def _write_scores(file: Path, scores: Mapping[str, Any]) -> None:
+    """Write to the place that the command names, in place: it may be a device, such as /dev/stdout."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
