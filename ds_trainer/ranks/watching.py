@@ -65,15 +65,15 @@ class RankWatch:
         if not (in_collective and self._texts(_OUT)):
             with contextlib.suppress(RuntimeError):
                 self._post(_OUT if out else _WAITS if in_collective else _FAILED, str(error) if out else _named(error))
+                if isinstance(error, OutOfMemoryError):  # where several ranks run out, the first to post prints it
+                    error.reporter = int(self._board.compare_set("reporter", "", str(error.reporter)))
             end = time.monotonic() + _GRACE
             while time.monotonic() < end and self._read() and len(self._notices) < distributed.world_size():
                 time.sleep(_POLL / 5)
-        if not (in_collective or out):
+        if not in_collective:
             return error
-        for rank, text in self._texts(_OUT).items():  # where several ran out, all name the first, and it alone prints
+        for rank, text in self._texts(_OUT).items():
             return OutOfMemoryError(text, rank)
-        if out:  # the board is out of reach
-            return error
         lost = self._lost() or {
             rank: f"{self._who(rank)} hangs, in {text}" for rank, text in self._texts(_BUSY).items()
         }

@@ -20,7 +20,7 @@ FIGURES = {
     "against_hf_trainer": 2,
     "cut_quality": 5,
     "cut_speed": 9,
-    "decoder_cuts": 9,
+    "decoder_cuts": 7,
     "exit_speed": 14,
     "faults": 0,
     "front_page": 4,

@@ -325,7 +325,7 @@ def test_what_a_command_asks_of_checkpoints_is_checked(alone, tmp_path, monkeypa
         (read_evaluate_job, (alone / "model", "--all_checkpoints"), "holds no checkpoint-N: name the output folder"),
         (read_evaluate_job, (alone / "checkpoint-4", "--patience", "2"), "checkpoint-4 has no exits.json, so no heads"),
         (read_export_job, (alone / "checkpoint-4", "--onnx"), "is what is exported, and stays as it is: give --output"),
-        (read_export_job, (alone / "checkpoint-4", "--unpack"), "whose weights are whole: drop the flag"),
+        (read_export_job, (alone / "checkpoint-4", "--unpack"), "--unpack goes with --output_dir alone"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             read_job([str(word) for word in words])

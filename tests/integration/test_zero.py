@@ -62,7 +62,7 @@ def test_only_the_search_for_a_cutoff_waits_for_the_device(ranks, outputs):
     """Between two records the techniques read no value from the device, but for the choice of single weights."""
     for case, seen in json.loads(outputs(ranks).read_text()).items():
         teaches = case.partition("-zero")[0] in {*DISTILLED, *EXITS} - {"both", "all"}
-        choice = [f"ds_trainer/techniques/prune/{name}.py" for name in ("rules", "selection")]
+        choice = [f"ds_trainer/techniques/prune/{name}.py" for name in ("masks", "selection")]
         assert {*seen["waits"]} <= {*choice * (not teaches)}, case
 
 
