@@ -7,7 +7,7 @@ of classifiers), and cut to half of its heads and neurons. Each takes turns with
 project's own loop, records included. Then the plain one takes turns with Hugging Face's Trainer, by the same engine
 file.
 
-The operations are those of the products of the layers and of a language model's head by `models/flops.py`, three times
+The operations are those of the products of the layers and of a language model's head by `models/costs.py`, three times
 for a training step, and once for a teacher. The peak is that of a bf16 product of 8192 x 8192 x 8192, measured here.
 Waits are those of a step between two records; the lines of code that wait are printed.
 

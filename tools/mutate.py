@@ -3,10 +3,11 @@
     python tools/mutate.py [--source CHECKOUT] [--only TEXT] [--output FILE.json]
 
 A mutant is a text that occurs once in `ds_trainer/` and what replaces it: another sign, another bound, swapped
-arguments, a line that is gone. For each one a copy of the checkout runs the test files that import the changed module,
-themselves or through `tests/support`, until one fails. A mutant is "killed" where one does, "survived" where all pass,
-and "absent" where the checkout does not have its text. The exit code is 1 where a mutant has survived. With `--source`
-another checkout is judged by the same table, so that tests that were deleted can be compared with those before.
+arguments, a line that is gone. Where a later version says it otherwise, that text and what replaces it follow. For each
+mutant a copy of the checkout runs the test files that import the changed module, themselves or through `tests/support`,
+until one fails. A mutant is "killed" where one does, "survived" where all pass, and "absent" where the checkout does
+not have its text. The exit code is 1 where a mutant has survived. With `--source` another checkout is judged by the
+same table, so that tests that were deleted can be compared with those before.
 """
 
 import argparse
@@ -56,16 +57,38 @@ MUTANTS = [
     (
         "kept = _zero_where_at_most(values, scores, self.cutoff.threshold)",
         "kept = values * (scores >= self.cutoff.threshold)",
+        "_zero_where_at_most(values, scores, self.threshold)",
+        "values * (scores >= self.threshold)",
     ),
-    ("sums = self.grain.sums(gradient.float() * weight)", "sums = self.grain.sums(gradient.float())"),
-    ("return (gradient * weight).to(scores.dtype)", "return gradient.to(scores.dtype)"),
+    ("self.grain.sums(gradient.float() * weight)", "self.grain.sums(gradient.float())"),
+    (
+        "return (gradient * weight).to(scores.dtype)",
+        "return gradient.to(scores.dtype)",
+        "gradient * weight if penalty is None",
+        "gradient if penalty is None",
+    ),
     ("uniform_(eps, 1 - eps, generator=generator)", "uniform_(eps, 1 - eps)"),
     ("ramp = self.threshold / self.spec.final_threshold", "ramp = 1.0"),
     ("round(share * sum(sizes))", "round(share * sum(sizes)) + 1"),
-    ("count = round(threshold * site.count)", "count = int(threshold * site.count)"),
+    (
+        "count = round(threshold * site.count)",
+        "count = int(threshold * site.count)",
+        "round(threshold * total)",
+        "int(threshold * total)",
+    ),
     # exits
-    ("return total / sum(weights) if", "return total if"),
-    ("return [*map(float, self.layers), float(depth)] if joint", "return [1.0] * (heads + 1) if joint"),
+    (
+        "return total / sum(weights) if",
+        "return total if",
+        "torch.stack(weighted).sum() / sum(weights)",
+        "torch.stack(weighted).sum()",
+    ),
+    (
+        "return [*map(float, self.layers), float(depth)] if joint",
+        "return [1.0] * (heads + 1) if joint",
+        "weights = [*self.layers, self.depth][: len(values)]",
+        "weights = [1.0] * len(values)",
+    ),
     # distillation
     ("teacher.detach().clone()", "teacher.detach()"),
     # cuts
@@ -77,9 +100,19 @@ MUTANTS = [
         "column = self.weight[:, places].T",
     ),
     ("torch.linalg.solve(covariance[columns][:, columns], products, left=False)", "weight.double()[:, columns]"),
-    ("known = np.maximum.accumulate(", "known = np.array("),
-    ("sums[row, bins:] = best[: _BINS + 1 - bins] + loss", "sums[row, bins:] = loss"),
-    ("budget -= int(used[name][row])", "pass"),
+    (
+        "known = np.maximum.accumulate(",
+        "known = np.array(",
+        "known_losses = np.maximum.accumulate(",
+        "known_losses = np.array(",
+    ),
+    (
+        "sums[row, bins:] = best[: _BINS + 1 - bins] + loss",
+        "sums[row, bins:] = loss",
+        "sums[row, number:] = best[: _BINS + 1 - number] + loss",
+        "sums[row, number:] = loss",
+    ),
+    ("budget -= int(used[name][row])", "pass", "left -= int(used[name][row])", "pass"),
     # checkpoints
     ("count[key] = max(count.get(key, value), value)", "count[key] = value"),
     ("optimizer.update_lp_params()", "pass"),
@@ -90,6 +123,15 @@ MUTANTS = [
 
 IN_PROCESSES = {"loop": ("test_zero.py", "test_resume.py"), "objective": ("test_zero.py",)}
 """The tests that run a module in processes of their own, by the name of the module."""
+
+
+def chosen(name: str, package: Path) -> tuple[str, str, Path | None]:
+    """Return the first text of a mutant that the package holds, what replaces it, and the file; None without one."""
+    mutant = next(mutant for mutant in MUTANTS if mutant[0] == name)
+    for text, replacement in zip(mutant[::2], mutant[1::2], strict=True):
+        if file := place_of(text, package):
+            return text, replacement, file
+    return name, "", None
 
 
 def place_of(text: str, package: Path) -> Path | None:
@@ -131,11 +173,11 @@ def main() -> int:
         shutil.copytree(flags.source, copy, ignore=ignored)
         environment = os.environ | {"PYTHONPATH": f"{copy}:{copy / 'tests'}", "OMP_NUM_THREADS": "1"}
         mutants = [mutant for mutant in MUTANTS if flags.only in mutant[0]]
-        for text, replacement in mutants[: flags.limit or None]:
-            file = place_of(text, copy / "ds_trainer")
+        for name, *_ in mutants[: flags.limit or None]:
+            text, replacement, file = chosen(name, copy / "ds_trainer")
             if file is None:
-                results[text] = "absent"
-                print(f"absent    {text!r}", flush=True)
+                results[name] = "absent"
+                print(f"absent    {name!r}", flush=True)
                 continue
             whole, begun = file.read_text(), time.monotonic()
             module = ".".join(file.relative_to(copy).with_suffix("").parts)
@@ -144,8 +186,8 @@ def main() -> int:
             command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
             code = subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False).returncode
             file.write_text(whole)
-            results[text] = "survived" if not tests or code in (0, 5) else "killed"
-            print(f"{results[text]:9} {text!r} ({module}, {time.monotonic() - begun:.0f} s)", flush=True)
+            results[name] = "survived" if not tests or code in (0, 5) else "killed"
+            print(f"{results[name]:9} {text!r} ({module}, {time.monotonic() - begun:.0f} s)", flush=True)
     if flags.output:
         flags.output.write_text(json.dumps(results, indent=2) + "\n")
     counts = {kind: [*results.values()].count(kind) for kind in ("killed", "survived", "absent")}

@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"ds_trainer {__version__}")
 
     def options(self, arguments: Sequence[str], given: Mapping[str, Any]) -> argparse.Namespace:
-        """Parse a command line, with what a Python program has `given` as the values of the flags of these names.
+        """Parse a command line. `given` has further flags by their names, as a Python program passes them.
 
         Texts and paths are parsed as on a command line, other values are taken as they are, and None is left out.
         """

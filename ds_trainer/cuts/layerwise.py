@@ -30,9 +30,10 @@ class Calibration:
     """This rank's part of the examples that a cut is fitted to, in batches, on the CPU.
 
     `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `answers` runs a
-    model, on whichever device it is, on some of the examples. `divergence` is that of second answers from first ones, a
-    mean over the rows of logits that are compared, on all ranks; it is collective. `loss` returns the task's mean loss
-    over one batch, by its number, times its examples, with gradient; the model is whole on one device.
+    model, on whichever device it is, on some of the examples. `divergence(dense, cut)` is how far the cut model's
+    answers are from the dense one's, a mean over the compared rows of logits of all ranks; it is collective. `loss`
+    returns the task's mean loss over one batch, by its number, times its examples, with gradient; the model is whole on
+    one device.
     `device` is the one on which layers run and are solved.
     """
 
@@ -125,7 +126,7 @@ class Layerwise:
 
         def skip(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
-            # some layers return a tuple: of what a layer returns beside the hidden states, any stands for any
+            # some layers return a tuple, of which only the hidden states are used: the rest may be another layer's
             like = (computed or before)[0]
             return (hidden, *like[1:]) if isinstance(like, tuple) else hidden
 

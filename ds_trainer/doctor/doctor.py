@@ -138,7 +138,7 @@ def _ask(
 
 
 def _faults(host: Host, answer: Mapping[str, Any], here: Mapping[str, Any], is_alone: bool) -> Iterator[Row]:
-    """Yield a row for each fault of a host, by its answer and by what is so on this machine."""
+    """Compare a host's answer with the facts of this machine, `here`, and yield a row for each fault."""
     if error := answer.get("error"):
         cure = next(cure for words, cure in _SSH_CURES.items() if words in error.lower())
         yield Row("ssh", host.name, FAILED, error, cure.format(host.name))

@@ -73,8 +73,6 @@ class TrialRequest(BaseModel):
     """How long steps are timed, at the least; 0 takes no step, and measures what the phase needs on one rank."""
     batches: Annotated[int, Field(ge=1)] = 4
     """How many batches are timed, each at least twice."""
-    seconds_to_beat: float | None = None
-    """What the best trial so far took for one round of batches; a much slower trial stops early."""
 
 
 class TrainJob(CommandJob):
@@ -88,7 +86,7 @@ class TrainJob(CommandJob):
     overwrite: bool
     resume: bool
     checkpoint: Path | None
-    """The one to resume from, in place of the newest."""
+    """The checkpoint that `--resume CHECKPOINT` names; None stands for the newest."""
     trial: TrialRequest | None
     dry_run: Literal["table", "json"] | None
     world: Annotated[int, Field(ge=1)] | None

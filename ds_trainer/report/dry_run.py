@@ -10,7 +10,7 @@ _MEMORY = {"peak": "MiB", "peak_of_the_gpu": "MiB of the GPU", "peak_of_the_host
 
 
 def dry_run_table(phases: Sequence[Mapping[str, Any]]) -> str:
-    """Show the phases of `run.rehearse_phases`, a line each, and say what the minutes are measured on."""
+    """Show the phases of `rehearsal.rehearse_phases`, a line each, and say what the minutes are measured on."""
     return "\n".join([aligned([_row(phase) for phase in phases]), "", *_notes(phases)])
 
 

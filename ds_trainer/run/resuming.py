@@ -50,7 +50,7 @@ _PLACES = {
     *("model.name_or_path", "cut.vocabulary.file", "task.data_dir", "task.train_file", "task.validation_file"),
     *("engine_file.scheduler.params.total_num_steps", "engine_file.scheduler.params.warmup_num_steps"),
 }
-"""What is not compared itself: of names the contents are, and the steps of the schedule follow the recipe's."""
+"""Fields that are not compared as written: of a folder or file its hash is, and a schedule follows the recipe."""
 _WARMUP = "scheduler.params.warmup_num_steps"
 """Compared as the user's engine file has it."""
 _CONTENTS, _DATA = "contents", "the data of "

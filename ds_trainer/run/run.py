@@ -89,7 +89,7 @@ def run(job: TrainJob) -> dict[str, Any]:
 
 
 def dry_run(job: TrainJob) -> str:
-    """Return what would be done as a table; or as JSON, with both files resolved and what each rank holds and sends."""
+    """Return what would be done as a table; or as JSON, with both files resolved and what each rank holds."""
     with joined():
         phases = rehearse_phases(job)
     whole = {"recipe": job.recipe.model_dump(), "phases": phases}
@@ -126,8 +126,8 @@ def _plan(
 def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan, results: dict[str, Any]) -> None:
     """Write both files as this run resolves them, and claim what the phase is going to write.
 
-    The results are written before: without those of a phase that is trained further, which the next session must not
-    take for finished.
+    The results are written first. They lack the phase that is trained further, so that the next session does not take
+    it for finished.
     """
     write_results(folder, results)
     # a cache outside the run's folder is this user's choice; it is not written down, since recipes are passed on

@@ -90,7 +90,7 @@ class StartingModels:
     def _initial(self) -> str:
         """Return the folder of a new model of the recipe's config, its tokenizer trained on the first phase's text."""
         config, seed = self.recipe.model.config, self.recipe.seed
-        assert config is not None, "read_job saw to it"
+        assert config is not None, "read_train_job saw to it"
         spec = self.recipe.model.tokenizer or TokenizerSpec()
         task = self.recipe.phases[0].task or self.recipe.task
 

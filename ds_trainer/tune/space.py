@@ -107,8 +107,8 @@ def global_batch(job: TuneJob, machine: Machine) -> int:
 def combinations(job: TuneJob, machine: Machine) -> Iterator[Settings]:
     """Yield the settings to try for speed: every combination of the space, in its order, the last path fastest.
 
-    Those are left out that do not divide the global batch, those that differ from another one only in buckets without
-    ZeRO, and, unless the user names the space, those that share among ranks on one rank alone.
+    Settings that do not divide the global batch are left out, as are other buckets where there is no ZeRO and, in the
+    default space, stages that share among ranks where there is one rank.
     """
     batch = global_batch(job, machine)
     space: dict[str, Any] = job.space or default_space(job, machine)

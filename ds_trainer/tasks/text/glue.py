@@ -85,12 +85,6 @@ def metrics_of(spec: TextSpec, multi_label: bool | None = None) -> tuple[str, ..
     return REGRESSION_METRICS if spec.regression else ("accuracy", "f1") if spec.positive_class else ("accuracy",)
 
 
-def score_names(spec: TextSpec) -> tuple[str, ...]:
-    """Return the names of the scores that a run can have, beside those of each class (`f1/NAME`)."""
-    more = () if is_regression(spec) else ("macro_f1", "micro_f1") if spec.name == "text" else ("macro_f1",)
-    return tuple(dict.fromkeys((*metrics_of(spec), *more)))
-
-
 def positive_class(spec: TextSpec) -> str | None:
     """Return the class that `f1` is of: of a GLUE task of two classes the one whose label is 1."""
     if spec.name not in GLUE:
