@@ -42,7 +42,7 @@ from ds_trainer.ranks.failures import UserError, first_line, ran_out
 from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import leaving
 from ds_trainer.recipe.jobs import DTYPES, INT8, OF_THE_TASK, BenchmarkJob
-from ds_trainer.tasks.evaluation import evaluate
+from ds_trainer.tasks.evaluation import evaluate, forward_of
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Predict, Task
 from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
@@ -289,7 +289,7 @@ def _described(label: str, model: MeasuredModel, job: BenchmarkJob) -> dict[str,
     ways: dict[str, Predict] = {}
     for name, forward in (("torch", model.model), ("torch, early exit", model.early)):
         if forward:
-            ways[name] = _predictor(_placed(forward, device, torch.float32))
+            ways[name] = forward_of(_placed(forward, device, torch.float32))
     for dtype, path in model.onnx_files.items():
         name = "" if dtype == "fp32" else f", {dtype}"
         files[f"onnx{name}"] = path.stat().st_size
@@ -306,10 +306,6 @@ def _described(label: str, model: MeasuredModel, job: BenchmarkJob) -> dict[str,
         "bytes": files,
         "scores": scores,
     }
-
-
-def _predictor(model: Any) -> Predict:
-    return lambda batch: model(**batch.inputs)
 
 
 def _placed(model: Any, device: torch.device, dtype: torch.dtype) -> Any:

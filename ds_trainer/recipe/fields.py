@@ -95,13 +95,6 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     return "unknown key; " + (f'did you mean "{near[0]}"?' if near else f"known here: {', '.join(sorted(known))}")
 
 
-class TechniqueSpec(Strict):
-    """The entry of a technique in the recipe."""
-
-    models: ClassVar[tuple[str, ...]] = ()
-    """The fields that name a model, such as a teacher: a folder, a hub name, "@model", or "@NAME" of a phase."""
-
-
 def without_silent_nulls(value: Any) -> Any:
     """Return the JSON value of models or what holds them, without the nulls that are a field's default anyway."""
     if isinstance(value, BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from ds_trainer.files.messages import listed, shown
-from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.fields import Positive, Rate, Strict, Units
 from ds_trainer.recipe.schedules import Shape
 
@@ -122,12 +122,7 @@ class PruneSpec(Strict):
             defaults |= {"initial_threshold": None, "mask_scale": 0.1}
         return defaults | given
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "PruneSpec":
-        raise_mistakes(self._mistakes())
-        return self
-
-    def _mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[str]:
         method, granularities = self.pruning_method, {*self.choices.values()}
         initial, final = self.initial_threshold, self.final_threshold
         for name, share in (("initial_threshold", initial), ("final_threshold", final)):

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.exit_specs import ExitsSpec
-from ds_trainer.recipe.fields import Count, Positive, Rate, Share, Strict, TechniqueSpec, only
+from ds_trainer.recipe.fields import Count, Positive, Rate, Share, Strict, only
 from ds_trainer.recipe.prune_specs import PruneSpec
 
 Term = Literal["logits", "mse", "cos", "hidden"]
@@ -35,7 +35,7 @@ def _is_cache(value: Any) -> bool:
 _CACHE = only(_is_cache, 'write true, false, or {"top_k": 64}, tokens from 1 up')
 
 
-class DistillSpec(TechniqueSpec):
+class DistillSpec(Strict):
     """Distillation from a frozen teacher, as in DistilBERT (arXiv 1910.01108); `distill.py` explains the terms."""
 
     models: ClassVar = ("teacher",)

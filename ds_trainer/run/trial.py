@@ -99,10 +99,6 @@ def _timed(plan: PhasePlan, request: TrialRequest) -> dict[str, Any]:
 
 
 def trial_batches(lengths: np.ndarray[Any, Any], size: int, count: int) -> list[ExampleIds]:
-    """Return the batch of the longest examples, then `count` batches from evenly spaced places in their order.
-
-    A place's batch has examples of like lengths, as training's batches have (`BatchPlan`). A training set that is
-    smaller than a batch is repeated.
-    """
+    """Return the batch of the longest examples, then `batches_by_length`."""
     longest = np.resize(np.argsort(-lengths, kind="stable"), max(size, len(lengths)))[:size]
     return [longest, *batches_by_length(lengths, size, count)]

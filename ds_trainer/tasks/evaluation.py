@@ -74,7 +74,12 @@ def score_folder(task: Task, folder: str | Path, batch_size: int) -> Evaluation:
     """
     task.check_trained(folder)
     model = load_on_device(task, folder)
-    return evaluate(lambda batch: model(**batch.inputs), task, batch_size)
+    return evaluate(forward_of(model), task, batch_size)
+
+
+def forward_of(model: Any) -> Predict:
+    """Return the way to run a model on a batch: all of its inputs, and nothing else."""
+    return lambda batch: model(**batch.inputs)
 
 
 def load_on_device(task: Task, folder: str | Path) -> Any:

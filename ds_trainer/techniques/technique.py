@@ -63,7 +63,11 @@ class Technique:
     name: ClassVar[str]
     """Its key under `techniques` in the recipe, and the prefix of its loss terms and readings."""
     Spec: ClassVar[type]
-    """The type that checks its entry in the recipe: a pydantic model, or bool where the entry is just `true`."""
+    """The type that checks its entry in the recipe: a pydantic model, or bool where the entry is just `true`.
+
+    Its class attribute `models`, if it has one, names the fields that hold the name of a model, such as a teacher: a
+    folder, a hub name, "@model", or "@NAME" of a phase.
+    """
     cheap_views: bool = False
     """Whether `views` runs at evaluations during training too: it costs little, or the recipe asks for it."""
     term_units: Mapping[str, Unit] = MappingProxyType({})

@@ -26,14 +26,18 @@ from typing import Any, NoReturn
 from ds_trainer.files.reading import content_hash, folder_hash, read_value
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.failures import NonFiniteLossError, OutOfMemoryError, UserError
 from ds_trainer.recipe.jobs import TrialRequest, TuneJob
 from ds_trainer.tasks.data import hash_of
 from ds_trainer.tune.space import RANKS, THREADS, Settings, files_with, label
 
 MEASURED, NO_MEMORY, HUNG, KILLED, REFUSED = "measured", "out of memory", "hung", "killed", "refused"
 NOT_FINITE, FAILED, ENDED_EARLY, NO_SCORE = "not finite", "failed", "ended early", "no score"
-_BY_EXIT_CODE = {2: REFUSED, 3: NOT_FINITE, 6: NO_MEMORY}  # those of `failures.py`
+_BY_EXIT_CODE = {
+    UserError.exit_code: REFUSED,
+    NonFiniteLossError.exit_code: NOT_FINITE,
+    OutOfMemoryError.exit_code: NO_MEMORY,
+}
 LOG, RECORD = "output.log", "trials.jsonl"
 """What the processes of a trial print, in its folder; and all trials, in the folder of the tuning."""
 _TRAIN = "ds_trainer.cli.train"
