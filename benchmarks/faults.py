@@ -21,7 +21,7 @@ from pathlib import Path
 from figures import is_quick
 from support.forked_ranks import ForkServer
 from support.killing import Kill, alike, arguments, finish, kill_often, trained, write
-from support.words import WORDS
+from support.launching import WORDS
 
 EVERY, STEPS = 4, 8 if is_quick() else 60
 BERT = {

@@ -9,10 +9,8 @@ import random
 from pathlib import Path
 
 import pytest
-from support.exhaustive import EXHAUSTIVE
 from support.forked_ranks import ForkServer, close_warm_server, warm_server
-from support.launching import SHARED
-from support.words import WORDS, tag_of
+from support.launching import EXHAUSTIVE, SHARED, WORDS, tag_of
 
 # before torch is imported: tiny models gain nothing from threads, which on a busy machine wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -11,8 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from support.launching import ROOT, Done, free_port
-from support.words import WORDS
+from support.launching import ROOT, WORDS, Done, free_port
 
 import ds_trainer
 from ds_trainer.models.folders import create_folder, train_tokenizer

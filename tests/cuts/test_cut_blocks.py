@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.calibrated import answers_of, calibration, inputs_seen
-from support.exhaustive import chosen
+from support.launching import chosen
 from support.zeroed import FAMILIES, KIN, bare_of, empty, logits_of, model_of, uneven
 
 from ds_trainer.cuts import sparse, surgeon

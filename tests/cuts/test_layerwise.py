@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from support.calibrated import CPU, calibration, inputs_seen
-from support.exhaustive import chosen
+from support.launching import chosen
 from support.zeroed import FAMILIES, KIN, bare_of, empty, model_of, uneven
 from torch import Tensor
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.words import WORDS
+from support.launching import WORDS
 from transformers import BertConfig, BertForTokenClassification
 
 from ds_trainer.cli.benchmark import read_benchmark_job

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.exhaustive import chosen
-from support.launching import run_deepspeed
+from support.launching import chosen, run_deepspeed
 from torch import nn
 
 from ds_trainer.engine.live_memory import LiveMemory

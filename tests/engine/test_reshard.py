@@ -11,8 +11,7 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from support.exhaustive import chosen
-from support.launching import run_deepspeed
+from support.launching import chosen, run_deepspeed
 
 from ds_trainer.engine.saved_states import MODEL, SavedEngine, _read, weights_of
 from ds_trainer.ranks.failures import UserError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from loop_overhead import LOG_EVERY, plan_of, started
 from support.host_waits import host_waits, of
-from support.words import WORDS
+from support.launching import WORDS
 
 from ds_trainer.engine.live_memory import LiveMemory
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer

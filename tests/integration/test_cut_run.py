@@ -8,8 +8,7 @@ from subprocess import CompletedProcess
 
 import pytest
 from safetensors.torch import load_file
-from support.launching import run_deepspeed
-from support.trained_runs import read
+from support.launching import read, run_deepspeed
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.interrupting import records_of
-from support.killing import alike
-from support.trained_runs import becomes_model, read
+from support.killing import alike, records_of
+from support.launching import becomes_model, read
 
 from ds_trainer.engine.checkpoint import Checkpoints
 

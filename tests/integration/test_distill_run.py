@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.distill_files import lm_files, squad_files
-from support.launching import run_deepspeed, run_script
-from support.trained_runs import becomes_model
+from support.launching import becomes_model, run_deepspeed, run_script
 
 from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.tasks.registry import build_task

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.launching import run_deepspeed
-from support.trained_runs import becomes_model
+from support.launching import becomes_model, run_deepspeed
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from ds_trainer.cli.evaluate import read_evaluate_job

@@ -14,9 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.exhaustive import chosen, exhaustive
-from support.interrupting import records_of, status_of, without_rates
-from support.killing import STEPS, alike, finish, kill_often, resumed_at, states, trained, write
+from support.killing import (
+    STEPS,
+    alike,
+    finish,
+    kill_often,
+    records_of,
+    resumed_at,
+    states,
+    status_of,
+    trained,
+    without_rates,
+    write,
+)
+from support.launching import chosen, exhaustive
 
 from ds_trainer.engine.checkpoint import Checkpoints, step_of
 from ds_trainer.files.checkpoint_files import MARKER, Writes, checked_sums

@@ -10,8 +10,7 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
-from support.interrupting import status_of
-from support.killing import STEPS, alike, finish, resumed_at
+from support.killing import STEPS, alike, finish, resumed_at, status_of
 
 from ds_trainer.engine.checkpoint import Checkpoints, step_of
 from ds_trainer.files.run_folder import RunFolder

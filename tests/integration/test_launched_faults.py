@@ -2,22 +2,118 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
-from support.exhaustive import chosen
-from support.interrupting import Run, running, status_of
-from support.killing import PHASE, alike, arguments, finish, trained, write
-from support.launching import ROOT, environment, free_port
+from support.killing import PHASE, alike, arguments, finish, records_of, status_of, trained, write
+from support.launching import ROOT, chosen, environment, free_port
 
 EVERY, STEPS = 10, 80
+GENTLE = 180  # seconds for a run to end by itself; a run that hangs fails the test
+
+
+class Run:
+    """A training command under DeepSpeed's launcher, in a session of its own."""
+
+    def __init__(self, ranks: int, output: Path, *arguments: str, engine: str = "ds_configs/zero2.json") -> None:
+        self.output = output
+        deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+        self.log = output.with_name(f"{output.name}.{time.monotonic_ns()}.txt")
+        self.port = free_port()
+        self.process = subprocess.Popen(
+            [
+                *(*deepspeed, "--master_port", str(self.port), "launch/train.py"),
+                *("--deepspeed_config", engine, "--output_dir", str(output), *arguments),
+            ],
+            cwd=ROOT,
+            env=environment(),
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.steps_before = len(self.records())
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def launcher(self) -> psutil.Process:
+        return self._below("deepspeed.launcher.launch")[0]
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        """By rank."""
+        return sorted(self._below("launch/train.py", "--local_rank"), key=lambda p: p.environ()["RANK"])
+
+    def records(self) -> list[dict]:
+        file = self.output / "log.jsonl"
+        return records_of(file) if file.is_file() else []
+
+    def wait_until(self, reached, seconds: float = 120) -> None:
+        """Until `reached()`; the run must still be going on."""
+        end = time.monotonic() + seconds
+        while not reached():
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.text[-4000:]}"
+            assert time.monotonic() < end, f"not reached in {seconds} s:\n{self.text[-4000:]}"
+            time.sleep(0.02)
+
+    def end(self, seconds: float = GENTLE) -> int:
+        """The exit code of the runner, once no process of the run is left."""
+        code = self.process.wait(seconds)
+        end = time.monotonic() + seconds
+        while self.alive():
+            assert time.monotonic() < end, f"processes are left: {self.alive()}:\n{self.text[-4000:]}"
+            time.sleep(0.05)
+        return code
+
+    def alive(self) -> list[psutil.Process]:
+        """Those of the run's session that still run."""
+        return [p for p in psutil.process_iter() if _session(p) == self.process.pid and p.status() != "zombie"]
+
+    def kill(self) -> None:
+        """Everything at once, as when the power fails."""
+        for process in self.alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+    def _below(self, *words: str) -> list[psutil.Process]:
+        found = []
+        for process in self.alive():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                command = " ".join(process.cmdline())
+                launch = "deepspeed.launcher.launch" in command
+                if all(word in command for word in words) and (launch == (words[0] == "deepspeed.launcher.launch")):
+                    found.append(process)
+        return found
+
+
+@contextlib.contextmanager
+def running(*arguments, **keywords) -> Iterator[Run]:
+    """A run of which nothing is left at the end of the test."""
+    run = Run(*arguments, **keywords)
+    try:
+        yield run
+    finally:
+        run.kill()
+
+
+def _session(process: psutil.Process) -> int:
+    try:
+        return os.getsid(process.pid)
+    except OSError:
+        return -1
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import hyperparameters
-from support.interrupting import records_of
-from support.killing import alike
+from support.killing import alike, records_of
 from support.launching import run_deepspeed
 from support.resume_matrix import BEST, CASES, FEW, OFTEN, OFTEN_STOPPED, ONLY_WHOLE, SAVE, STEPS
 

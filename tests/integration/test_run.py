@@ -9,8 +9,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from support.launching import run_deepspeed, run_script
-from support.trained_runs import becomes_model, read, train
+from support.launching import becomes_model, read, run_deepspeed, run_script, train
 
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.evaluate import evaluate_command, read_evaluate_job

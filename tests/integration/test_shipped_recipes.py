@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launching import ROOT
-from support.words import WORDS
+from support.launching import ROOT, WORDS
 
 from ds_trainer.cli.train import read_train_job
 from ds_trainer.engine.engine_file import settled_numbers

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.launching import run_script
-from support.trained_runs import becomes_model, read, train
+from support.launching import becomes_model, read, run_script, train
 
 import ds_trainer
 from ds_trainer.models.layers import FIELD, encoder_linears

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.launching import run_deepspeed, run_script
-from support.trained_runs import read
+from support.launching import read, run_deepspeed, run_script
 
 SAME_ANSWER = "gives the same answer, "
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.exhaustive import chosen, exhaustive
 from support.exit_folders import plan_for, spec_of
+from support.launching import chosen, exhaustive
 from support.zeroed import (
     DECODERS,
     FAMILIES,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.exhaustive import chosen
+from support.launching import chosen
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,

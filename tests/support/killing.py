@@ -1,7 +1,8 @@
-"""Kill a run again and again, at random moments or while it saves, and go on each time."""
+"""Runs that are killed again and again, and gone on with; and what tests read of a run that was interrupted."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -12,7 +13,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from support.forked_ranks import ForkedRanks, ForkServer
-from support.interrupting import records_of, status_of, without_rates
 
 from ds_trainer.engine.checkpoint import Checkpoints, step_of
 
@@ -83,6 +83,26 @@ def resumed_at(run: ForkedRanks) -> int:
     """The step at which a run says that it goes on; 0 where it starts."""
     lines = [line for line in run.text.splitlines() if line.startswith(f"{PHASE}: resumed from ")]
     return int(lines[0].rpartition(" ")[2]) if lines else 0
+
+
+def records_of(file: Path) -> list[dict]:
+    """The records of a log that may just be written."""
+    found = []
+    for line in file.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def without_rates(record: dict) -> dict:
+    """A record without what depends on the clock or on the machine."""
+    return {
+        name: value for name, value in record.items() if not name.endswith("_per_s") and "memory" not in name.split("/")
+    }
+
+
+def status_of(output: Path) -> dict:
+    return json.loads((output / "status.json").read_text())
 
 
 def alike(first: Path, second: Path) -> bool:

@@ -1,16 +1,39 @@
-"""Start the product's entry points as a user would, or forked from a process that has loaded what takes seconds."""
+"""How tests start the product's commands, which cases they run, and the words that most of them train on."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
 Done = subprocess.CompletedProcess[str]
+T = TypeVar("T")
+
+WORDS = {"fruit": "apple pear plum fig", "tool": "hammer saw drill file", "bird": "wren crow finch owl"}
+"""The words of the labelled CSV task, by their label."""
+EXHAUSTIVE = "DS_TRAINER_EXHAUSTIVE_TESTS"
+"""The environment variable that `pytest --exhaustive` sets, for the drivers that tests start as well."""
+
+
+def tag_of(word: str) -> str:
+    """The word of a label is an entity of that kind."""
+    return next((f"B-{kind}" for kind, words in WORDS.items() if word in words.split()), "O")
+
+
+def exhaustive() -> bool:
+    return EXHAUSTIVE in os.environ
+
+
+def chosen(cases: Iterable[T], represents: Callable[[T], bool]) -> list[T]:
+    """All cases with `--exhaustive`; otherwise those that represent the others."""
+    return [case for case in cases if exhaustive() or represents(case)]
 
 
 def run_deepspeed(ranks: int, script: str, *arguments: str, timeout: float = 420) -> Done:
@@ -39,6 +62,29 @@ def run_python(*arguments: str, timeout: float = 300) -> Done:
 def run_without_library(code: str, *arguments: str) -> Done:
     """Python code, in a process that has loaded nothing yet and in which this library cannot be imported."""
     return run_python("-c", f"import sys\nsys.modules['ds_trainer'] = None\n{code}", *arguments)
+
+
+def train(ranks: int, recipe: Path | str, output: Path, *more: str, engine: str = "ds_configs/zero2.json"):
+    arguments = ["launch/train.py", "--deepspeed_config", engine, "--recipe", str(recipe), "--output_dir", str(output)]
+    done = run_deepspeed(ranks, *arguments, *more)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+def read(path: Path):
+    return json.loads(path.read_text())
+
+
+def becomes_model(checkpoint: Path, expected: Path, target: Path) -> bool:
+    """Whether a checkpoint is exported, by the command, as the files of a model folder, byte by byte, but its card."""
+    from ds_trainer.cli.export import export_command
+
+    export_command([str(checkpoint), "--output_dir", str(target)])
+    found, wanted = ({path.name: path.read_bytes() for path in place.iterdir()} for place in (target, expected))
+    report = json.loads(found.pop("export.json"))
+    assert (report["folder"], report["checkpoint"]["step"]) == (str(checkpoint), int(checkpoint.name.split("-")[1]))
+    assert found.pop("README.md") != wanted.pop("README.md")
+    return found == wanted
 
 
 def free_port() -> int:

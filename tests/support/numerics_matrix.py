@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from support.exhaustive import chosen
+from support.launching import chosen
 from torch import nn
 
 from ds_trainer.engine import engine

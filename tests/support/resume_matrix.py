@@ -18,8 +18,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from support import hyperparameters
-from support.exhaustive import chosen, exhaustive
-from support.words import WORDS
+from support.launching import WORDS, chosen, exhaustive
 
 from ds_trainer.cli.train import read_train_job
 from ds_trainer.deploy.export import export_trained

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from support.batch_cuts import gradients
-from support.exhaustive import chosen
 from support.host_waits import host_waits
+from support.launching import chosen
 from support.zeroed import empty
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 

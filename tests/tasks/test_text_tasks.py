@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.csv_files import SENTENCES, write_csv
-from support.exhaustive import exhaustive
+from support.launching import exhaustive
 from transformers import (
     BertConfig,
     BertForMaskedLM,

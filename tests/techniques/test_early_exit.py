@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exhaustive import chosen, exhaustive
 from support.exit_models import (
     AT_ONCE,
     BUCKETS,
@@ -30,6 +29,7 @@ from support.exit_models import (
     randomise,
     texts,
 )
+from support.launching import chosen, exhaustive
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 

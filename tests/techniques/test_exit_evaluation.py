@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exhaustive import exhaustive
 from support.exit_folders import CLASSES, ENTROPY, WORDS, exiting, make_folder, spec_of
+from support.launching import exhaustive
 from torch import Tensor
 
 from ds_trainer.recipe.exit_specs import MOST_CONFIDENCE, Criterion, ExitPolicy, ExitsSpec

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.exhaustive import chosen
 from support.exit_models import FAMILIES, LAYERS, SMALL, WIDTH, classifier, pad_of, randomise, texts
+from support.launching import chosen
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ds_trainer.recipe.exit_specs import EXITS_FILE, ExitPolicy, SavedExits

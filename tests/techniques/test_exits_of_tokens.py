@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.exhaustive import chosen
 from support.exit_folders import LENGTH, TAGS, exiting, json_of, make_tagger, tags_spec
 from support.exit_models import NEVER, between, classifier, early_exit, pad_of, texts
+from support.launching import chosen
 from torch import Tensor
 from transformers import AutoModelForTokenClassification
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.exhaustive import chosen
+from support.launching import chosen
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 

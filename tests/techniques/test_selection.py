@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exhaustive import exhaustive
+from support.launching import exhaustive
 from torch import Tensor, nn
 
 from ds_trainer.ranks.failures import NonFiniteLossError
