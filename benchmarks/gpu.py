@@ -38,7 +38,7 @@ from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.joining import silence_transformers
-from ds_trainer.ranks.timing import seconds
+from ds_trainer.ranks.machine import seconds
 from ds_trainer.recipe.cut_specs import CutSpec
 from ds_trainer.run.phase import PhasePlan
 

@@ -1,9 +1,9 @@
 """What a limit on OpenMP's spinning costs on a quiet machine, and what it saves beside a busy process.
 
 A thread of libgomp that waits at a barrier spins, by default for so long that on a busy machine it keeps the core from
-the thread that it waits for. `ranks/openmp.py` sets GOMP_SPINCOUNT. The step here is the worst case: forward, backward
-and AdamW of a BERT of 4 layers x 128 on 8 sentences of 16 tokens, on 2 threads. Runs of 100 steps, and of 30 beside the
-busy process, each in a process of its own, with the limit and without, in turns:
+the thread that it waits for. `ranks/distributed.py` sets GOMP_SPINCOUNT. The step here is the worst case: forward,
+backward and AdamW of a BERT of 4 layers x 128 on 8 sentences of 16 tokens, on 2 threads. Runs of 100 steps, and of 30
+beside the busy process, each in a process of its own, with the limit and without, in turns:
 `python benchmarks/openmp_spinning.py [SPINCOUNT]`.
 """
 
@@ -16,7 +16,7 @@ import sys
 
 from figures import Figure, is_quick, report
 
-from ds_trainer.ranks.openmp import SPINS
+from ds_trainer.ranks.distributed import SPINS
 
 RUNS, STEPS = (1, 2) if is_quick() else (10, 100)
 BUSY_RUNS, BUSY_STEPS = 3, 30

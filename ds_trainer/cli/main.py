@@ -28,11 +28,10 @@ def main(name: str) -> None:
             way = f"cd {root} && source launch/setup.sh"
         print(f"error: {sys.executable} has no {', '.join(missing)}: run `{way}` first", file=sys.stderr)
         sys.exit(2)
-    from ds_trainer.ranks.openmp import limit_spinning
+    from ds_trainer.ranks.distributed import leave, limit_spinning
 
     limit_spinning()
     from ds_trainer.cli.command import run_command
-    from ds_trainer.ranks.distributed import leave
 
     module = importlib.import_module(f"ds_trainer.cli.{name}")
     leave(run_command(getattr(module, f"{name}_command"), sys.argv[1:]))

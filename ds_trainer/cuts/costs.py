@@ -13,7 +13,7 @@ from ds_trainer.cuts.surgeon import removal
 from ds_trainer.models.costs import encoder_flops, layer_flops
 from ds_trainer.models.layers import SIZES_OF, in_features, layers_of, out_features
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.timing import seconds
+from ds_trainer.ranks.machine import seconds
 from ds_trainer.recipe.cut_specs import CutSpec
 
 _PRODUCT, _REMOVED = 1024, 384

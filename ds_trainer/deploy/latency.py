@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_trainer.files.reading import free_memory
 from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.timing import seconds
+from ds_trainer.ranks.machine import seconds
 from ds_trainer.tasks.data import spread
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits.heads import HEADS_FILE

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.ranks.launcher import process
+import psutil
 
 _ASIDE = re.compile(r"\..+\.(\d+|[a-z0-9_]{8})\.tmp")  # a process id, or eight characters of mkdtemp
 
@@ -72,7 +72,7 @@ def is_aside(path: Path) -> bool:
 def is_leftover(path: Path) -> bool:
     """Whether a path is named like one of `file_aside`, by a process of this host that no longer runs."""
     name = _ASIDE.fullmatch(path.name)
-    return name is not None and name[1].isdecimal() and process(int(name[1])) is None
+    return name is not None and name[1].isdecimal() and not psutil.pid_exists(int(name[1]))
 
 
 def existing_above(path: Path) -> Path:

@@ -27,7 +27,7 @@ from ds_trainer.models.layers import (
     layers_of,
     shrunk_class,
 )
-from ds_trainer.ranks.timing import seconds
+from ds_trainer.ranks.machine import seconds
 
 _ROUNDS = 15
 _LEAST = 0.01

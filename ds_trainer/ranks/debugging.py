@@ -9,7 +9,7 @@ import time
 
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError, UserError
-from ds_trainer.ranks.launcher import launchers
+from ds_trainer.ranks.stopping import is_running, launchers
 
 _HOST = "127.0.0.1"
 _POLL = 0.2  # seconds
@@ -35,6 +35,6 @@ def wait_for_debugger(port: int) -> None:
     above = launchers()
     distributed.info(f"rank 0 waits for a debugger on {_HOST}:{port}")
     while not debugpy.is_client_connected():
-        if not all(launcher.alive for launcher in above):
+        if not all(map(is_running, above)):
             raise StoppedError(f"rank 0: its launcher is gone, and no debugger came to {_HOST}:{port}: stopped")
         time.sleep(_POLL)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 TIMEOUT = 1800
 """Seconds that a rank waits for another, by default."""
+SPINS = 10_000
+"""Turns of OpenMP's waiting loop, about 20 microseconds."""
 
 T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
@@ -117,6 +119,7 @@ def start(timeout: int = TIMEOUT) -> None:
     import deepspeed
     import torch
     from torch.distributed import distributed_c10d
+    from torch.utils import cpp_extension
 
     info_once.cache_clear()  # a program may run one job after another
     if torch.cuda.is_available():
@@ -133,7 +136,7 @@ def start(timeout: int = TIMEOUT) -> None:
         seconds = timedelta(seconds=timeout)
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(distributed_c10d, name, seconds)
-        lock_kernels_by_process()
+        cpp_extension.FileBaton = KernelLock  # type: ignore[misc,assignment]
         # a kernel that only inference uses: it takes minutes to compile, and each rank leaves 69 MB in shared memory
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):  # a notebook's second run has registered it already
@@ -177,13 +180,6 @@ class KernelLock:
         self._file.close()
 
 
-def lock_kernels_by_process() -> None:
-    """Let torch, and so DeepSpeed, lock the kernels that it compiles by `KernelLock`."""
-    from torch.utils import cpp_extension
-
-    cpp_extension.FileBaton = KernelLock  # type: ignore[misc,assignment]
-
-
 def stop() -> None:
     """Leave the process group, so that another run of this process can join a new one."""
     import deepspeed
@@ -216,6 +212,17 @@ def share_threads() -> None:
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+
+
+def limit_spinning() -> None:
+    """Limit how long OpenMP's threads spin while they wait; the variable is read when torch is loaded.
+
+    libgomp's default is minutes, as long as there are not more threads than cores: on a machine with another busy
+    process, a waiting thread then takes the core of the thread that it waits for, and training falls to a fortieth of
+    its speed. `benchmarks/openmp_spinning.py` shows both. A user's own setting stays.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
 
 
 def keep_freed_memory() -> None:

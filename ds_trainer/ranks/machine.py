@@ -1,11 +1,14 @@
-"""The hardware and software of a run: versions, hosts, devices, and the most memory that a rank has held."""
+"""The hardware and software of a run: versions, hosts, devices, the memory that a rank has held, and seconds."""
 
 import contextlib
 import importlib.metadata
 import platform
 import resource
 import socket
+import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,16 @@ def peak_memory() -> dict[str, int]:
         peaks["device"] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     return peaks
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the wall-clock seconds of `call` with all its work on `device`, and none that was queued there before."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
+    started = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - started
 
 
 def _resident_peak() -> int:

@@ -2,6 +2,10 @@
 
 In a run, a signal or the end of the launcher is only noted. Where the loop can stop, it compares the notes of all
 ranks, so that all of them stop after the same step. A second signal ends the process at once.
+
+DeepSpeed's runner starts `deepspeed.launcher.launch`, on other hosts through ssh and a shell, and that starts the
+ranks. A process that is killed leaves those below it running, so a rank watches all of them up to the one that a user
+would call the launcher.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+import psutil
+
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
-from ds_trainer.ranks.launcher import Process, launchers
 
 SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
 """The signals of users and schedulers. Slurm is mostly configured to send SIGUSR1 before the time is up."""
@@ -29,6 +34,8 @@ _SAME_REQUEST = 2.0  # seconds: Ctrl-C comes from the terminal, and again as SIG
 _CLOSE = 0  # ends the thread; no signal has this number
 T = TypeVar("T")
 _POLL = 0.5  # seconds after which the thread looks whether the launcher still runs
+_MAX_ANCESTORS = 6  # the rank's launch.py, a shell, sshd's session, the runner, and some room
+_SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 _REQUESTS: ContextVar[StopRequests | None] = ContextVar("stop requests", default=None)
 """Those that are being collected, for code that works long without a step, such as a cut."""
 
@@ -71,7 +78,7 @@ class StopRequests:
         if reason:
             raise StoppedError(_REASONS[reason])
 
-    def _listen(self, ancestors: Sequence[Process]) -> None:
+    def _listen(self, ancestors: Sequence[psutil.Process]) -> None:
         """Read the signals from the pipe, and look in between whether the launchers still run."""
         while True:
             ready, _, _ = select.select([self._inbox], [], [], _POLL)
@@ -83,7 +90,7 @@ class StopRequests:
                 if self._reason and time.monotonic() - self._when > _SAME_REQUEST:
                     os._exit(128 + number)
                 self._note(signal.Signals(number).name)
-            if not all(ancestor.alive for ancestor in ancestors):
+            if not all(map(is_running, ancestors)):
                 self._note(_REASONS[1])
 
     def _note(self, reason: str) -> None:
@@ -94,6 +101,40 @@ class StopRequests:
         # not through the log: the main thread may hold its lock while it hangs
         with contextlib.suppress(OSError):  # the reader of standard error may be gone
             os.write(2, f"rank {distributed.rank()}: {reason}: stopping after this step\n".encode())
+
+
+def is_running(process: psutil.Process | int) -> bool:
+    """Whether a process of this host, or one of this id, still runs: a zombie does not, nor a later one of its id."""
+    try:
+        process = psutil.Process(process) if isinstance(process, int) else process
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def launchers() -> list[psutil.Process]:
+    """Return the processes that this rank depends on, its parent first; none where no launcher started it.
+
+    They are the parent, whatever it is, and all processes from it up to the highest one that starts ranks. A shell in
+    which a user typed the command is not among them: the user may log out while the run goes on.
+    """
+    if "RANK" not in os.environ:
+        return []
+    chain: list[psutil.Process] = []
+    highest = 0
+    with contextlib.suppress(psutil.Error):  # the chain ends at a process that this user may not see
+        for ancestor in psutil.Process().parents()[:_MAX_ANCESTORS]:
+            if ancestor.pid == 1:
+                break
+            chain.append(ancestor)
+            name, command = ancestor.name(), " ".join(ancestor.cmdline())
+            if name.startswith("sshd"):  # ssh's end of a login; above it is the server of the host
+                return chain
+            if "deepspeed" in command and name not in _SHELLS:
+                highest = len(chain) - 1
+            elif not (name in _SHELLS and " -c " in command):  # as ssh starts a command, not a shell to type into
+                break
+    return chain[: highest + 1]
 
 
 def in_step(items: Iterable[T], count: int) -> Iterator[T]:

@@ -28,7 +28,7 @@ from typing import Any
 
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import LostRankError, NonFiniteLossError, OutOfMemoryError, StoppedError, first_line
-from ds_trainer.ranks.launcher import process
+from ds_trainer.ranks.stopping import is_running
 
 _POLL = 0.5  # seconds between two looks at the board
 _GRACE = 5.0  # seconds that all ranks have to post
@@ -92,7 +92,7 @@ class RankWatch:
             if rank == distributed.rank() or rank in self._notices:
                 continue
             state = "does not answer: it is stopped, or its host is down or cut off"
-            if host == socket.gethostname() and process(pid) is None:
+            if host == socket.gethostname() and not is_running(pid):
                 state = "is gone: it was killed, by hand or because memory ran out"
             lost[rank] = f"{self._who(rank)} {state}"
         return lost

@@ -27,8 +27,8 @@ from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.models.recomputing import can_recompute, set_recomputing
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import ran_out
+from ds_trainer.ranks.machine import seconds
 from ds_trainer.ranks.progress import progress
-from ds_trainer.ranks.timing import seconds
 from ds_trainer.recipe.jobs import TrainJob
 from ds_trainer.recipe.task_specs import greater_is_better
 from ds_trainer.run.phase import PhasePlan, PreparedPhase, plan_phase

@@ -19,7 +19,7 @@ from ds_trainer.engine.deepspeed_check import without_monitors
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.joining import joined
-from ds_trainer.ranks.timing import seconds
+from ds_trainer.ranks.machine import seconds
 from ds_trainer.recipe.jobs import TrainJob, TrialRequest
 from ds_trainer.recipe.recipe import Phase, task_of
 from ds_trainer.report.log import RunLog
