@@ -26,7 +26,9 @@ from ds_trainer.cli.api import load_model, train
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.ranks import distributed
 
-WIKITEXT = Path(__file__).resolve().parents[2] / "shared/data/wikitext-2"
+ROOT = Path(__file__).resolve().parents[1]
+WIKITEXT = ROOT.parent / "shared/data/wikitext-2"
+PLUGIN = str(ROOT / "examples/layer_skip.py")
 LAYERS, WIDTH, VOCABULARY = (4, 32, 128) if is_quick() else (16, 192, 4096)
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = (2, 4, 6) if is_quick() else (200, 32, 48)
 CHOSEN_ON, ROUNDS = (1, 1) if is_quick() else (10, 10)
@@ -157,7 +159,7 @@ def main(steps: str = "300") -> None:
         folder = Path(name)
         data = some_text(folder) if is_quick() else WIKITEXT
         recipe = recipe_of(data, 2 if is_quick() else int(steps))
-        results = train(recipe, folder / "out", "--cache_dir", str(folder / "cache"))
+        results = train(recipe, folder / "out", "--cache_dir", str(folder / "cache"), plugins=[PLUGIN])
         models = {"plain": folder / "out/plain/model", "layer_skip": folder / "out/model"}
         prompts = prompts_of(data, load_tokenizer(models["plain"]))
         figures = [figure for method in METHODS for figure in figures_of(method, models[method], prompts)]

@@ -56,7 +56,6 @@ _DISTILL_RUN = "tests/integration/test_distill_run.py::test_every_combination_tr
 _CALIBRATED = "tests/cuts/test_calibration.py::test_every_kind_of_task_calibrates_a_cut[{}]"
 _EXITS_RUN = "tests/integration/test_exits_run.py::test_the_folder_is_a_model_that_exits[{}]"
 _COMBINED = [_DISTILL_RUN.format(task) for task in ("squad", "mlm", "clm")]
-_CLM_ONLY = ["CLM only"] * 5
 OF_TASKS = {
     "prune": (
         _DISTILL_RUN.format("text"),
@@ -75,10 +74,6 @@ OF_TASKS = {
         "tests/techniques/test_exits.py::test_heads_learn_the_sum_of_their_losses_or_a_mean_weighted_by_layer[joint-None-scores]",
         _EXITS_RUN.format("stages"),
         *["labels only"] * 3,
-    ),
-    "layer_skip": (
-        *_CLM_ONLY,
-        "tests/integration/test_resume.py::test_records_and_weights_are_those_of_an_uninterrupted_run[skip-zero3-bf16]",
     ),
     "cut": (
         _CALIBRATED.format("classes"),
@@ -102,7 +97,6 @@ TOGETHER = {
     "exits": "exits-.*|heads",
     "prune + distill": "both|",
     "prune + distill + exits": "all",
-    "layer_skip": "skip",
 }
 """Techniques, alone and together, and what the tests of ZeRO call them."""
 PRECISIONS = ("fp32", "bf16", "fp16", "autocast")

@@ -80,13 +80,14 @@ class Strict(BaseModel):
         """
         if not isinstance(data, dict):
             return data
-        other = [name for name, (idle, _) in cls.removed.items() if data.get(name) not in (None, idle)]
-        raise_mistakes(f"{name} was removed in 0.3: {cls.removed[name][1]}" for name in other)
         known = cls.model_fields
+        gone = {name: field for name, field in cls.removed.items() if name not in known}  # a plugin may bring it back
+        other = [name for name, (idle, _) in gone.items() if data.get(name) not in (None, idle)]
+        raise_mistakes(f"{name} was removed in 0.3: {gone[name][1]}" for name in other)
         return {
             name if name in known else f"{name}: {_unknown(name, known)}": value
             for name, value in data.items()
-            if name not in cls.removed
+            if name not in gone
         }
 
 

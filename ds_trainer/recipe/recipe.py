@@ -179,7 +179,6 @@ class Phase(Strict):
         if prune and prune.regularization and "prune.penalty" not in self.loss:
             yield f"regularization is {prune.regularization} but its weight is missing: set final_lambda"
         terms: dict[str, Any] = {"distill": distill and distill.terms, "exits": exits and exits.terms}
-        terms["layer_skip"] = self.techniques.layer_skip and ["exits"]
         for name, term in ((name, term) for name, its in terms.items() for term in its or []):
             if f"{name}.{term}" not in self.loss:
                 yield f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"], e.g. to 1.0'
@@ -236,8 +235,6 @@ class Recipe(Strict):
                 yield from self._exit_mistakes(this, task, phase.techniques.exits)
             if phase.metric_for_best_model:
                 phase.prefers_more(phase.metric_for_best_model, task)
-            if phase.techniques.layer_skip and task.name != "clm":
-                yield f'{this} has layer_skip, and its task is {task.name}: it needs the task "clm"'
             # where the answers of another model count, they must be of the same kind
             judged = phase.cut is not None and phase.cut.judges_answers
             models = {"teaches": distill.teacher if distill else "", "is cut for": phase.start_from if judged else ""}

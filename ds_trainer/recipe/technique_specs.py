@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.exit_specs import ExitsSpec
-from ds_trainer.recipe.fields import Count, Positive, Rate, Share, Strict, only
+from ds_trainer.recipe.fields import Count, Positive, Rate, Strict, only
 from ds_trainer.recipe.prune_specs import PruneSpec
 
 Term = Literal["logits", "mse", "cos", "hidden"]
@@ -85,28 +85,16 @@ class DistillSpec(Strict):
         return self.cache_teacher.top_k if isinstance(self.cache_teacher, TopKSpec) else 0
 
 
-class LayerSkipSpec(Strict):
-    """Layer dropout and early-exit losses of a decoder, as in LayerSkip (arXiv 2404.16710), for the task "clm"."""
-
-    layer_dropout: Share = Field(0.1, description="chance that a sample skips the last layer; 0 at the first layer")
-    dropout_schedule: Literal["constant", "exponential"] = Field("constant", description="exponential grows from 0")
-    curriculum: Literal["rotational", "gradual"] = Field(
-        "rotational", description="which exits a step trains: by turns, or more and more, from the last one down"
-    )
-    rotation: Positive | None = Field(None, description="N: a step trains one exit in N; by default one exit in all")
-
-    def mistakes(self) -> Iterator[str]:
-        if self.rotation is not None and self.curriculum != "rotational":
-            yield "rotation is how many turns the curriculum rotational has: drop it beside gradual"
-
-
 class Techniques(Strict):
     """The techniques of a phase, alone or together; a key that is absent, or null, is a technique that is not used."""
+
+    removed: ClassVar = {
+        "layer_skip": (None, "it is the plugin examples/layer_skip.py of the repository now: name that by --plugin")
+    }
 
     exits: ExitsSpec | None = Field(None, description="train heads at which sure samples leave")
     prune: PruneSpec | None = Field(None, description="mask weights, or parts of the matrices, by scores")
     distill: DistillSpec | None = Field(None, description="learn from a teacher")
-    layer_skip: LayerSkipSpec | None = Field(None, description="train a decoder to draft with its first layers")
     keep_zeros: Literal[True] | None = Field(
         None, description="train on without the zeros of a pruned model coming back; by elementwise optimizers"
     )

@@ -4,14 +4,12 @@ from ds_trainer.recipe.technique_specs import Techniques
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.exits.exits import Exits
-from ds_trainer.techniques.layer_skip.layer_skip import LayerSkip
 from ds_trainer.techniques.prune.keep_zeros import KeepZeros
 from ds_trainer.techniques.prune.prune import Prune
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 TECHNIQUES: dict[str, type[Technique]] = {
     "exits": Exits,
-    "layer_skip": LayerSkip,
     "prune": Prune,
     "keep_zeros": KeepZeros,
     "distill": Distill,

@@ -73,10 +73,7 @@ def mistakes_of(data) -> str:
             {"phases": [{"name": "a_1", "max_steps": 9}, {"name": "a", "max_steps": 9, "cut": {"keep": [0.5, 0.2]}}]},
             ['two phases are named "a_1"'],
         ),
-        (
-            phase(techniques={"layer_skip": {"curriculum": "gradual", "rotation": 4}}),
-            ["rotation", "drop it beside gradual"],
-        ),
+        (phase(techniques={"layer_skip": {}}), ["layer_skip was removed in 0.3", "the plugin examples/layer_skip.py"]),
         (with_task(name="text", text_columns=["a", "b"], label_column="b"), ["label_column is b", "text_columns"]),
         (with_task(name="token", tokens_column="tags"), ["tokens_column and tags_column are both tags"]),
         (with_distill(), ["no term has a weight", "alpha_distil"]),

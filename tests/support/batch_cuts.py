@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.launching import chosen
+from support.launching import ROOT, chosen
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -28,6 +28,7 @@ from transformers import (
     LlamaConfig,
 )
 
+from ds_trainer.cli.plugins import load_plugin
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.models.folders import train_tokenizer
@@ -155,6 +156,7 @@ def _plan(cut: Cut, folder: Path, precision: dict[str, Any] | None = None) -> Ph
     techniques: dict = {"distill": distill}
     loss = {f"distill.{term}": weight for term, weight in weights.items()}
     if variant == "skip":
+        load_plugin(str(ROOT / "examples/layer_skip.py"))
         techniques, loss = {"layer_skip": {"layer_dropout": 0.0, "rotation": 1}}, {"layer_skip.exits": 0.7}
     recipe = parse_recipe(
         {

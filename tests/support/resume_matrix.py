@@ -72,17 +72,6 @@ JOINT = {
         "config": {"model_type": "bert", **dict.fromkeys(_SIZES, 2), "hidden_size": 16, "intermediate_size": 32}
     },
 }
-SKIP = {
-    "techniques": {"layer_skip": {"layer_dropout": 0.5, "dropout_schedule": "exponential"}},
-    "loss": {"task": 1.0, "layer_skip.exits": 0.5},
-    "student": {
-        "config": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
-        | {"num_attention_heads": 2, "tie_word_embeddings": True}
-    },
-    "gradient_checkpointing": True,
-    "task": {"name": "clm", "train_file": "train.txt", "validation_file": "validation.txt", "min_seq_length": 2},
-}
-CASES |= {f"skip-zero{stage}-bf16": SKIP for stage in range(4)}
 STATIC = {"techniques": {"prune": {"final_threshold": 0.3, "train_weights": False, "initial_warmup": 0}}}
 PACKED = {
     "task": {"name": "clm", "max_seq_length": 24, "min_seq_length": 2, "packing": True}
@@ -103,7 +92,7 @@ OTHERS = {
 }
 ONLY_WHOLE = {f"{name}-{engine}": changes for name, (changes, engines) in OTHERS.items() for engine in engines.split()}
 _REPRESENT = "zero0-fp32 zero2-fp32 hybrid-zero3-fp32 ner-zero2-bf16 all-zero2-autocast all-zero3-bf16 "
-_REPRESENT += "heads-zero3-fp16 skip-zero3-bf16 packed-zero1-bf16 static-zero3-bf16 shrunk-zero1-bf16 l0-zero2-fp32 "
+_REPRESENT += "heads-zero3-fp16 packed-zero1-bf16 static-zero3-bf16 shrunk-zero1-bf16 l0-zero2-fp32 "
 _REPRESENT += "best-apart-zero3-fp32 kept-zero1-bf16"
 """Everything that an export folds, puts beside the model or cuts out, with frozen weights, in every precision."""
 FEW, OFTEN = 4, 3

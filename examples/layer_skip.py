@@ -1,8 +1,12 @@
-"""LayerSkip (arXiv 2404.16710): train a decoder whose first layers answer almost as well as all of them.
+"""LayerSkip (arXiv 2404.16710), a plugin: train a decoder whose first layers answer almost as well as all of them.
 
-It can then generate with itself as the draft model: the first layers and the model's own norm and head draft tokens,
-and all layers verify them. `model.generate(**inputs, assistant_early_exit=4, do_sample=False)` of `transformers` does
-that, and its text is that of all layers. Training differs in two ways. Layers l count from 1 to L, as in the argument:
+    deepspeed launch/train.py --plugin examples/layer_skip.py --recipe examples/layer_skip.json \
+        --deepspeed_config ds_configs/bf16.json --data_dir DIR --output_dir OUT
+
+The trained model can generate with itself as the draft model: the first layers and the model's own norm and head draft
+tokens, and all layers verify them. `model.generate(**inputs, assistant_early_exit=4, do_sample=False)` of
+`transformers` does that, and its text is that of all layers. Training differs in two ways. Layers l count from 1 to L,
+as in the argument:
 
     layer dropout: a sample skips layer l with the probability p_max * S(t) * D(l), D(l) = 2^((l-1)/(L-1)) - 1;
         S(t) is 1, or grows from 0 to 1 over the phase
@@ -14,27 +18,51 @@ loss table takes the place of the paper's e_scale. A skipped sample is computed 
 every rank must take part in every layer: dropout saves no time here.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from ds_trainer import Technique, UserError
 from ds_trainer.models.layers import encoder_layers
-from ds_trainer.ranks.failures import UserError
-from ds_trainer.recipe.technique_specs import LayerSkipSpec
+from ds_trainer.recipe.fields import Positive, Share, Strict
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.layer_states import LayerStates
-from ds_trainer.techniques.technique import PhaseLength, Technique
+from ds_trainer.techniques.technique import PhaseLength
+
+
+class LayerSkipSpec(Strict):
+    """Layer dropout and early-exit losses of a decoder, for the task "clm"."""
+
+    layer_dropout: Share = Field(0.1, description="chance that a sample skips the last layer; 0 at the first layer")
+    dropout_schedule: Literal["constant", "exponential"] = Field("constant", description="exponential grows from 0")
+    curriculum: Literal["rotational", "gradual"] = Field(
+        "rotational", description="which exits a step trains: by turns, or more and more, from the last one down"
+    )
+    rotation: Positive | None = Field(None, description="N: a step trains one exit in N; by default one exit in all")
+
+    def mistakes(self) -> Iterator[str]:
+        if self.rotation is not None and self.curriculum != "rotational":
+            yield "rotation is how many turns the curriculum rotational has: drop it beside gradual"
 
 
 class LayerSkip(Technique):
-    name: ClassVar[str] = "layer_skip"
+    """Drops layers out while training, and adds the losses of the exits of the step."""
+
+    name = "layer_skip"
     Spec = LayerSkipSpec
 
     def __init__(self, spec: LayerSkipSpec, length: PhaseLength, task: Task) -> None:
-        self.spec, self.length, self.task = spec, length, task
+        super().__init__(spec, length, task)
+        if task.spec.name != "clm":
+            raise UserError(f'layer_skip: the task is {task.spec.name}, and only "clm" trains what can draft: drop it')
+        self.length = length
         self.term_units = {"layer_skip.exits": task.loss_unit}
         self._exits: list[int] = []  # the layers with an exit, and those among them that the step trains
         self._trained: list[int] = []
@@ -86,7 +114,7 @@ class LayerSkip(Technique):
             hook.remove()
         return model
 
-    def _exit(self, layer: int, forward: Forward) -> "_Exit":
+    def _exit(self, layer: int, forward: Forward) -> _Exit:
         rows = forward.out.layer_states[layer].flatten(0, 1).index_select(0, forward.batch.inputs["head_positions"])
         return _Exit(rows.unsqueeze(0), self._head)
 
@@ -149,3 +177,6 @@ def _output_head(model: Any, layers: list[nn.Module]) -> list[nn.Module]:
             f"the logits of its head: use a model like Llama, Mistral or Qwen"
         )
     return head
+
+
+TECHNIQUES = {"layer_skip": LayerSkip}

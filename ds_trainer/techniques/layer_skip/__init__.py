@@ -1,1 +1,0 @@
-"""LayerSkip: decoders whose first layers draft what all of them verify."""
