@@ -21,7 +21,7 @@ from ds_trainer.files.tables import aligned
 from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.model_folder import COMPACT_FILE
 from ds_trainer.models.pretrained import load_trained
-from ds_trainer.ranks import timing
+from ds_trainer.ranks import machine
 from ds_trainer.tasks.registry import build_task
 
 FAST = ["--batch_sizes", "1", "--lengths", "8", "--threads", "1", "--devices", "cpu"]
@@ -126,8 +126,8 @@ def test_times_are_summed_up_and_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyP
     assert summary([0.001 * n for n in range(1, 20)]) == {"median_ms": pytest.approx(10), "calls": 19}
     assert summary([0.001 * n for n in range(1, 21)])["p95_ms"] == pytest.approx(19)
     done: list[str] = []
-    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda device: done.append(device.type))
-    assert timing.seconds(lambda: done.append("call"), torch.device("cuda", 0)) >= 0
+    monkeypatch.setattr(machine.torch.cuda, "synchronize", lambda device: done.append(device.type))
+    assert machine.seconds(lambda: done.append("call"), torch.device("cuda", 0)) >= 0
     assert done == ["cuda", "call", "cuda"]
 
 

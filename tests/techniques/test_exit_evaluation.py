@@ -355,7 +355,7 @@ def test_times_are_of_both_models_in_turn_after_a_warm_up(
         assert len(run.keywords["input_ids"]) <= 8
         return {"early": 1.0, "full": 3.0}[runs[-1]] if len(runs) > 2 else 1000.0
 
-    monkeypatch.setattr(exit_evaluation.timing, "seconds", timed)
+    monkeypatch.setattr(exit_evaluation.machine, "seconds", timed)
     model = exiting(task, classifier)
     times = measured_speed(model, task, "validation", batch_size=8, limit=20)
     assert times == {"examples": 20, "seconds": 3.0, "full_seconds": 9.0, "speedup": 3.0}

@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.ranks import distributed, timing
+from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec, aim_mistakes
 from ds_trainer.tasks.data import spread
@@ -307,7 +307,7 @@ def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: in
             break
         batch = task.collate(examples, indices).to(model.device)
         for name in sorted(models, reverse=turn % 2 == 0):
-            seconds = timing.seconds(partial(models[name], **batch.inputs), model.device)
+            seconds = machine.seconds(partial(models[name], **batch.inputs), model.device)
             taken[name] += seconds if turn else 0.0
         measured += len(indices) if turn else 0
     return {"examples": measured, **taken, "speedup": taken["full_seconds"] / taken["seconds"]}
