@@ -4,13 +4,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from support.launching import ROOT
 
+from ds_trainer.cli.main import module_of
 from ds_trainer.recipe.exit_specs import ExitsSpec
 from ds_trainer.recipe.prune_specs import PruneSpec
 from ds_trainer.recipe.recipe import Phase, Recipe
@@ -46,7 +46,7 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
 @cache
 def flags_of(command: str) -> set[str]:
     """The flags that the parser of a command knows; tune hands those of train on."""
-    parser = getattr(import_module(f"ds_trainer.cli.{command}"), f"{command}_parser", None)
+    parser = getattr(module_of(command), f"{command}_parser", None)
     return {*(parser()._option_string_actions if parser else ()), *(flags_of("train") if command == "tune" else ())}
 
 

@@ -5,9 +5,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
+from ds_trainer.cli.command import NO_TASK, Mistakes, Parser, names_task, one_process_mistakes, output_path, read_task
 from ds_trainer.cli.export import onnx_mistakes
-from ds_trainer.cli.flags import NO_TASK, add_task_flags, names_task, output_path, read_task, trust_of
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.models.model_folder import folder_mistakes
 from ds_trainer.recipe.jobs import BACKENDS, DEVICES, DTYPES, INT8, OF_THE_TASK, BenchmarkJob
@@ -26,8 +25,8 @@ def benchmark_command(arguments: Sequence[str]) -> None:
 def read_benchmark_job(arguments: Sequence[str]) -> BenchmarkJob:
     """Parse and check a benchmark command; a UserError has every mistake, one a line."""
     flags = benchmark_parser().parse_args(list(arguments))
-    trust, mistakes = trust_of(flags), Mistakes(_flag_mistakes(flags))
-    mistakes += [mistake for folder in flags.folders for mistake in folder_mistakes(folder, trust)]
+    mistakes = Mistakes(_flag_mistakes(flags))
+    mistakes += [mistake for folder in flags.folders for mistake in folder_mistakes(folder, flags.trust)]
     task, cache_dir = None, flags.cache_dir
     if names_task(flags):
         task, cache_dir = read_task(flags, mistakes, "validation")
@@ -38,7 +37,7 @@ def read_benchmark_job(arguments: Sequence[str]) -> BenchmarkJob:
         "backends": BACKENDS if "all" in flags.backends else flags.backends,
         "lengths": flags.lengths or [OF_THE_TASK if task else 128],
     }
-    return mistakes.job(BenchmarkJob, flags, task=task, cache_dir=cache_dir, trust=trust, **values)
+    return mistakes.job(BenchmarkJob, flags, task=task, cache_dir=cache_dir, **values)
 
 
 def benchmark_parser() -> argparse.ArgumentParser:
@@ -56,7 +55,7 @@ def benchmark_parser() -> argparse.ArgumentParser:
     add("--names", nargs="+", metavar="NAME", help="what to call the folders, in their order")
     add("--output_dir", dest="output", type=output_path, help="where to write benchmark.json, benchmark.md, the figure")
     add("--eval_batch_size", default=64, metavar="N", help="for the scores (64)")
-    add_task_flags(parser)
+    parser.add_task_flags()
     return parser
 
 

@@ -1,31 +1,65 @@
-"""`launch/doctor.py`: check the hosts of a hostfile before a run, and print one table."""
+"""`launch/doctor.py`: check the hosts of a hostfile before a run.
+
+Every host is asked at once, by ssh as DeepSpeed's launcher starts the ranks, with the variables that it will export.
+Nothing is written but a file with a random token into the output folder, which is removed. Torch is not loaded here,
+so that a broken one is noticed too. What is not checked is the traffic of a real collective.
+
+The hostfile and `.deepspeed_env` are read more strictly than by DeepSpeed, which trains on this machine alone where the
+hostfile is missing, reads `slots=4x` as 4, and sends a comment in `.deepspeed_env` to the hosts' shells, where it
+swallows the command.
+"""
 
 import argparse
+import base64
+import contextlib
 import json
 import os
+import re
+import secrets
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ds_trainer.cli.command import Mistakes, Parser
-from ds_trainer.doctor.doctor import FAILED, Job, examine
+from ds_trainer.cli import probe
+from ds_trainer.cli.command import PROJECT, Mistakes, Parser
+from ds_trainer.files.messages import quoted
+from ds_trainer.files.reading import read_file
 from ds_trainer.files.redaction import redacted
-from ds_trainer.files.tables import aligned
+from ds_trainer.files.run_folder import check_output_folder
+from ds_trainer.files.tables import Row, aligned
+from ds_trainer.files.writing import existing_above
+from ds_trainer.ranks.failures import UserError, raise_mistakes
+
+_LABEL = r"\w([\w-]{0,61}\w)?"
+_NAME = re.compile(rf"([A-Za-z_][\w.-]*@)?{_LABEL}(\.{_LABEL})*", re.ASCII)
+_EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX")
+"""DeepSpeed exports those variables of the shell whose names start with one of these."""
+_SSH_CURES = {
+    "permission denied": "make a key without a passphrase (ssh-keygen) and copy it to the host: ssh-copy-id {0}",
+    "host key verification failed": "log in once by hand, or: ssh-keyscan {0} >> ~/.ssh/known_hosts",
+    "connection refused": "start sshd on the host (apt install openssh-server), or give its port with --ssh_port",
+    "": "is the host up, its name known, the port open, the same python at the same path? Try: ssh {0} true",
+}
+"""Parts of ssh's messages, and what helps; the last one is a part of every message."""
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
-    """Check the hosts; the exit code is 0 if all is well, 1 if a check failed, 2 if the hostfile is wrong."""
-    job = read_doctor_job(arguments)
-    rows = [redacted(asdict(row)) for row in examine(job)]
+    """Check the hosts; the exit code is 0 if all is well, 1 if a check failed, 2 for a wrong flag or hostfile."""
+    flags = read_doctor_flags(arguments)
+    rows = [redacted(row) for row in examine(flags, read_hostfile(flags.hostfile))]
     lines = [{name: " ".join(filter(str.isprintable, text)) for name, text in row.items()} for row in rows]
-    print(json.dumps(rows, indent=2) if job.as_json else aligned(lines))
-    failed = {row["check"] for row in rows if row["result"] == FAILED}
-    return 2 if "hostfile" in failed else int(bool(failed))
+    print(json.dumps(rows, indent=2) if flags.json else aligned(lines))
+    return int(any(row["result"] == "FAILED" for row in rows))
 
 
-def read_doctor_job(arguments: Sequence[str]) -> Job:
-    """Parse and check a doctor's command; a UserError has every mistake, one a line."""
+def read_doctor_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse and check a doctor's command, and add the ssh command without the host as `ssh`."""
     flags, mistakes = doctor_parser().parse_args(list(arguments)), Mistakes()
     for name, least, most in (("ssh_port", 1, 65535), ("master_port", 1, 65535), ("timeout", 5, 3600)):
         value = getattr(flags, name)
@@ -35,9 +69,8 @@ def read_doctor_job(arguments: Sequence[str]) -> Job:
     # a host that falls silent is given up after 15 s, in place of TCP's quarter of an hour
     patience = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={min(10, flags.timeout)}"]
     patience += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"]
-    port = ["-p", str(flags.ssh_port)] if flags.ssh_port else []
-    ssh = ("ssh", "-T", *flags.ssh_args, *patience, *port)
-    return Job(flags.hostfile, flags.output_dir, ssh, flags.master_addr, flags.master_port, flags.timeout, flags.json)
+    flags.ssh = ["ssh", "-T", *flags.ssh_args, *patience, *(["-p", str(flags.ssh_port)] if flags.ssh_port else [])]
+    return flags
 
 
 def doctor_parser() -> argparse.ArgumentParser:
@@ -55,7 +88,162 @@ def doctor_parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":  # a tuning on several hosts starts it
-    from ds_trainer.cli.main import main
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Return the ranks of each host by its name as ssh takes it, in the order of the file, which is that of the ranks.
 
-    main("doctor")
+    Raises UserError with every mistake, one a line.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: DeepSpeed would only warn, and train on this machine alone")
+    hosts, mistakes = dict[str, int](), list[str]()
+    for number, line in enumerate(read_file(path).decode(errors="replace").split("\n"), start=1):
+        words = line.partition("#")[0].split()
+        slots = re.fullmatch(r"slots=([1-9][0-9]{0,5})", words[1]) if len(words) == 2 else None
+        if words and not _NAME.fullmatch(words[0]):
+            mistakes.append(f"line {number}: {quoted(words[0])} is no host name or IPv4 address")
+        elif words and not slots:
+            mistakes.append(f"line {number}: {quoted(line.strip())} is not of the form 'worker-1 slots=8'")
+        elif words and words[0] in hosts:
+            mistakes.append(f"line {number}: {words[0]} is in another line already: keep one of the two")
+        elif words and slots:
+            hosts[words[0]] = int(slots[1])
+    raise_mistakes(mistakes or ([] if hosts else [f"{path} names no host: write a line for each, worker-1 slots=8"]))
+    return hosts
+
+
+def examine(flags: argparse.Namespace, hosts: dict[str, int]) -> list[Row]:
+    """Make all checks: this machine, each host, and whether the ranks can meet. A row is a check of a host."""
+    mistakes: list[str] = []
+    exports, names = exported_variables(mistakes), list(hosts)
+    is_local = len(hosts) == 1 and _address(names[0]) in ("localhost", "127.0.0.1", probe.socket.gethostname())
+    rows = [_row("hostfile", "all", f"{len(hosts)} hosts, {sum(hosts.values())} ranks")]
+    rows += [_row(".deepspeed_env", "this one", line, "write one NAME=VALUE a line") for line in mistakes]
+    if not is_local and not shutil.which("pdsh"):
+        fault = "is not on the PATH, and deepspeed starts the hosts by it"
+        rows.append(_row("pdsh", "this one", fault, "apt install pdsh; or see --no_ssh in docs/many_hosts.md"))
+    wrong = check_output_folder(flags.output_dir, overwrite=True) if flags.output_dir else []
+    rows += [_row("output folder", "this one", mistake, "give another --output_dir") for mistake in wrong]
+
+    def ask(host: str, function: str, **request: Any) -> dict[str, Any]:
+        shell = [] if is_local else [*flags.ssh, host]
+        return _ask(shell, exports, function, {"project": str(PROJECT), "seconds": flags.timeout, **request})
+
+    with (
+        ThreadPoolExecutor(max_workers=len(hosts)) as pool,
+        contextlib.nullcontext() if wrong or not flags.output_dir else _token(flags.output_dir) as token,
+    ):
+        answers = list(pool.map(partial(ask, function="facts", token=token), names))
+        here = probe.facts({"project": str(PROJECT)})["versions"]
+        for host, answer in zip(names, answers, strict=True):
+            faults = list(_faults(host, answer, here, is_alone=len(hosts) == 1))
+            rows += faults or [_row("host", host, "answers, and has the versions of this one")]
+        if any("error" in answer for answer in answers):
+            return [*rows, {"check": "master port", "host": "all", "result": "skipped", "found": "a host is silent"}]
+        # DeepSpeed takes the first address that `hostname -I` prints on the first host
+        address = next(filter(None, [flags.master_addr, *answers[0]["addresses"]]), _address(names[0]))
+        meeting = [pool.submit(ask, names[0], "listen", port=flags.master_port, callers=len(hosts) - 1)]
+        meeting += [pool.submit(ask, host, "connect", address=address, port=flags.master_port) for host in names[1:]]
+        replies = [reply.result().get("error") for reply in meeting]
+    taken = "give another --master_port to deepspeed, or end the process that has it"
+    closed = f"open all TCP ports between the hosts; is {address} an address that all reach? If not: --master_addr"
+    for host, fault in zip(names, replies, strict=True):
+        cure = taken if host == names[0] else closed
+        is_well = f"{address}:{flags.master_port} is reached"
+        rows.append(_row("master port", host, fault, cure) if fault else _row("master port", host, is_well))
+    return rows
+
+
+def exported_variables(mistakes: list[str]) -> str:
+    """Return shell commands that export what DeepSpeed exports on the hosts: this shell's variables, and those of
+    `.deepspeed_env`, quoted as by DeepSpeed, so that `$PATH` is the host's own.
+
+    The mistakes in the file are added to `mistakes`. They show nothing of its lines, which may hold secrets.
+    """
+    path = ":".join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
+    values = {name: value for name, value in os.environ.items() if name.startswith(_EXPORTED)} | {"PYTHONPATH": path}
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    for file in dict.fromkeys(folder.absolute() / name for folder in (Path.home(), Path())):
+        lines = read_file(file).decode(errors="replace").splitlines() if file.is_file() else []
+        for number, line in enumerate(lines, start=1):
+            name, equals, value = (part.strip() for part in line.partition("="))
+            if equals and re.fullmatch(r"[A-Za-z_]\w*", name):
+                values[name] = value
+            else:
+                mistakes.append(f"{file}, line {number}, is not NAME=VALUE; no blank lines and comments are allowed")
+    return " ".join(f'export {name}="{value}";' for name, value in values.items())
+
+
+def _address(host: str) -> str:
+    """Return the name of a host without the user."""
+    return host.rpartition("@")[2]
+
+
+def _row(check: str, host: str, found: str, cure: str = "") -> Row:
+    """Return a row of the table, of a check that failed where there is a cure."""
+    return {"check": check, "host": host, "result": "FAILED" if cure else "ok", "found": found, "cure": cure}
+
+
+def _ask(ssh: list[str], exports: str, function: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Run a function of `probe.py` with the host's python, to which the script is sent; an answer may be an error."""
+    packed = base64.b64encode(json.dumps(request).encode()).decode()
+    python = shlex.join([sys.executable, "-u", "-", function, packed])
+    shell = f"{exports} cd {shlex.quote(str(PROJECT))} 2>/dev/null; {python}"
+    try:
+        done = subprocess.run(
+            [*ssh, shell] if ssh else ["bash", "-c", shell],
+            input=Path(probe.__file__).read_text(encoding="utf-8"),
+            capture_output=True,
+            timeout=request["seconds"] + 5,
+            encoding="utf-8",
+            errors="replace",  # a login may print in any encoding
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {request['seconds']} s"}
+    except OSError as error:
+        return {"error": str(error)}
+    for line in done.stdout.splitlines():
+        if line.startswith(probe.MARK):
+            return dict(json.loads(line.removeprefix(probe.MARK)))
+    *_, last = [f"it ends with {done.returncode}", *filter(str.strip, done.stderr.splitlines())]
+    is_missing = done.returncode in (126, 127)  # the exit codes of a shell that cannot start a program
+    return {"error": f"{sys.executable} cannot be started: {last.strip()}" if is_missing else last.strip()}
+
+
+def _faults(host: str, answer: dict[str, Any], here: dict[str, str], is_alone: bool) -> Iterator[Row]:
+    """Yield a row for each fault in a host's answer; `here` has the versions of this machine."""
+    if error := answer.get("error"):
+        cure = next(cure for words, cure in _SSH_CURES.items() if words in error.lower())
+        yield _row("ssh", host, error, cure.format(host))
+        return
+    versions = answer["versions"]
+    if wrong := [name for name, version in here.items() if versions.get(name) != version]:
+        found = "; ".join(f"{name} {versions.get(name) or 'is missing'}, here {here[name]}" for name in wrong)
+        yield _row(
+            "versions", host, found, f"share {PROJECT} and the environment, or install the same at the same paths"
+        )
+    name, address = answer["name"], answer["own_address"]
+    if not is_alone and not answer["gloo_interface"] and (not address or address.startswith("127.")):
+        found = f"{name} is {address or 'without an address'} there, which other hosts cannot reach"
+        cure = "write the real address into its /etc/hosts, or GLOO_SOCKET_IFNAME=INTERFACE into .deepspeed_env"
+        yield _row("own name", host, found, f"{cure} (with GPUs NCCL_SOCKET_IFNAME too)")
+    if missing := " and no ".join(tool for tool, path in answer["tools"].items() if not path):
+        cure = f"in .deepspeed_env: PATH={os.path.dirname(sys.executable)}:$PATH; or apt install g++ ninja-build"
+        found = f"no {missing} on the PATH of a command by ssh; DeepSpeed compiles parts of itself"
+        yield _row("build tools", host, found, cure)
+    if not answer["sees_output"]:
+        cure = "mount one file system (such as NFS) there on every host, which the user of ssh can write to"
+        yield _row("output folder", host, "is another folder than here, or cannot be written", cure)
+
+
+@contextlib.contextmanager
+def _token(output: Path) -> Iterator[tuple[str, str]]:
+    """Write a random text to a file in the output folder, or in the nearest existing folder above it.
+
+    Yields the path and the text. The file is removed at the end.
+    """
+    path, text = existing_above(output).absolute() / f".ds_trainer_doctor_{secrets.token_hex(8)}", secrets.token_hex(16)
+    try:
+        path.write_text(text)
+        yield str(path), text
+    finally:
+        path.unlink(missing_ok=True)

@@ -12,8 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
-from ds_trainer.cli.flags import NO_TASK, add_model_flags, add_push_flag, names_task, output_path, read_task, trust_of
+from ds_trainer.cli.command import NO_TASK, Mistakes, Parser, names_task, one_process_mistakes, output_path, read_task
 from ds_trainer.files.messages import shown
 from ds_trainer.files.run_folder import MODEL_FILES, check_output_folder
 from ds_trainer.files.writing import is_aside
@@ -75,7 +74,7 @@ def read_export_job(arguments: Sequence[str], **given: Any) -> ExportJob:
     cut = mistakes.of(_read_cut, flags.cut) if flags.cut else None
     mistakes += check_data_files(task, splits=("train",)) if task and cut else []
     mistakes += _output_mistakes(flags)
-    values = {"output": flags.output_dir or Path(flags.model), "cache_dir": cache_dir, "trust": trust_of(flags)}
+    values = {"output": flags.output_dir or Path(flags.model), "cache_dir": cache_dir}
     checkpoint = replace(checkpoint, task=task) if checkpoint and task else None
     task = task if names_task(flags) or cut else None
     return mistakes.job(ExportJob, flags, task=task, checkpoint=checkpoint, cut=cut, **values)
@@ -83,7 +82,7 @@ def read_export_job(arguments: Sequence[str], **given: Any) -> ExportJob:
 
 def export_parser() -> Parser:
     parser = Parser("export", "Make of a model or checkpoint what is deployed.")
-    add_model_flags(parser, model="model folder, or OUT/checkpoint-N")
+    parser.add_model_flags(model="model folder, or OUT/checkpoint-N")
     add = parser.add_argument
     add("--output_dir", type=output_path, help="where to write; by default .onnx files go to the model folder")
     add("--overwrite", action="store_true", help="replace the existing model, or the .onnx files")
@@ -93,7 +92,7 @@ def export_parser() -> Parser:
     add("--quantize", choices=(INT8,), help=f"with --onnx: also write {INT8_FILE}")
     add("--compact", choices=("fp16",), help=f"write {COMPACT_FILE} in the place of the weights")
     add("--unpack", action="store_true", help="write the ordinary folder of a compact one")
-    add_push_flag(parser)
+    parser.add_push_flag()
     return parser
 
 
@@ -139,7 +138,7 @@ def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
 
 
 def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
-    yield from folder_mistakes(Path(flags.model), trust_of(flags))
+    yield from folder_mistakes(Path(flags.model), flags.trust)
     if flags.unpack and not os.path.isfile(os.path.join(flags.model, COMPACT_FILE)):
         yield f"--unpack: {flags.model} has no {COMPACT_FILE}: there is nothing to unpack"
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 _NEEDED = ("torch", "deepspeed", "transformers", "pydantic", "hjson")
 
@@ -33,5 +34,9 @@ def main(name: str) -> None:
     limit_spinning()
     from ds_trainer.cli.command import run_command
 
-    module = importlib.import_module(f"ds_trainer.cli.{name}")
-    leave(run_command(getattr(module, f"{name}_command"), sys.argv[1:]))
+    leave(run_command(getattr(module_of(name), f"{name}_command"), sys.argv[1:]))
+
+
+def module_of(command: str) -> ModuleType:
+    """Import the module with the parser and the function of a command."""
+    return importlib.import_module(f"ds_trainer.cli.{'evaluate' if command == 'calibrate' else command}")

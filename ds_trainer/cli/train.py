@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from ds_trainer.cli.command import Mistakes, Parser
-from ds_trainer.cli.flags import add_common_flags, add_push_flag, read_source, shipped_engine, shipped_recipe, trust_of
+from ds_trainer.cli.command import Mistakes, Parser, read_source, shipped_engine, shipped_recipe
 from ds_trainer.engine.engine_file import check_engine_file, read_engine_file
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.json_file import read_json
@@ -86,7 +85,7 @@ def read_train_job(arguments: Sequence[str] = (), **given: Any) -> TrainJob:
     A Python program can give both files, as objects too, and the output folder as values, by the names of their flags.
     """
     flags = train_parser().options(arguments, given)
-    trust, world, mistakes = trust_of(flags), flags.world or distributed.world_size(), Mistakes()
+    world, mistakes = flags.world or distributed.world_size(), Mistakes()
     if flags.world and not flags.dry_run:
         mistakes.append("--world is for --dry_run: the launcher says how many ranks train, deepspeed --num_gpus N")
     recipe_file = mistakes.of(read_source, flags, "recipe", "the recipe") or {}
@@ -100,7 +99,7 @@ def read_train_job(arguments: Sequence[str] = (), **given: Any) -> TrainJob:
     name = flags.deepspeed_config if isinstance(flags.deepspeed_config, str) else "the engine file"
     for phase in phases:
         mistakes += check_engine_file(engine_config, phase, world, name=name)
-    mistakes += source_mistakes(recipe, trust) if recipe else []
+    mistakes += source_mistakes(recipe, flags.trust) if recipe else []
     output = Path(recipe.output_dir) if recipe and recipe.output_dir else None
     resume, checkpoint = flags.resume is not None, Path(flags.resume) if flags.resume else None
     if recipe and output is None:
@@ -117,7 +116,7 @@ def read_train_job(arguments: Sequence[str] = (), **given: Any) -> TrainJob:
     trial = TrialRequest.model_validate(read_json(flags.trial, "the trial")) if flags.trial else None
     values = {"recipe": recipe, "engine_config": engine_config, "output": output, "checkpoint": checkpoint}
     command = _as_given(arguments, given)
-    job = mistakes.job(TrainJob, flags, **values, command=command, resume=resume, trust=trust, trial=trial)
+    job = mistakes.job(TrainJob, flags, **values, command=command, resume=resume, trial=trial)
     for line in notes:
         distributed.warn(line)
     return job
@@ -144,8 +143,8 @@ def train_parser() -> Parser:
     add("--world", type=int, metavar="N", help="with --dry_run: as if on N ranks")
     add("--trial", type=Path, help=argparse.SUPPRESS)  # launch/tune.py adds it
     add("--recipe_schema", action="store_true", help="print the recipe's JSON schema")
-    add_push_flag(parser)
-    add_common_flags(parser, "any field of either file, phases by name, e.g. phases.prune.max_steps=100")
+    parser.add_push_flag()
+    parser.add_common_flags("any field of either file, phases by name, e.g. phases.prune.max_steps=100")
     return parser
 
 

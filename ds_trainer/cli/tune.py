@@ -12,10 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ds_trainer.cli.command import Mistakes, Parser, one_process_mistakes
-from ds_trainer.cli.flags import PROJECT, output_path
+from ds_trainer.cli.command import PROJECT, Mistakes, Parser, one_process_mistakes, output_path
+from ds_trainer.cli.doctor import doctor_command, read_hostfile
 from ds_trainer.cli.train import FIELDS, apply_flags, read_train_job, source_mistakes, train_parser
-from ds_trainer.doctor.hostfile import read_hostfile
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, read_engine_file
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.json_file import parse_json, read_json
@@ -39,6 +38,8 @@ _MOST_COMBINATIONS = 200
 def tune_command(arguments: Sequence[str]) -> None:
     """Tune the settings of a phase, or a recipe."""
     job = read_tune_job(arguments)
+    if job.hostfile and doctor_command(["--hostfile", str(job.hostfile), "--output_dir", str(job.output)]):
+        raise UserError(f"the hosts of {job.hostfile} are not ready for a run: mend what the doctor reports first")
     from ds_trainer.tune.search import tune
 
     paths = [str(PROJECT), os.environ.get("PYTHONPATH", "")]
@@ -57,7 +58,7 @@ def read_tune_job(arguments: Sequence[str]) -> TuneJob:
     mistakes += check_output_folder(flags.output, overwrite=True)  # a tuning goes on in the folder of an earlier one
     hosts = mistakes.of(read_hostfile, flags.hostfile) if flags.hostfile else None
     if hosts:
-        flags.num_gpus = sum(host.slots for host in hosts)
+        flags.num_gpus = sum(hosts.values())
     files = ["--deepspeed_config", flags.deepspeed_config, "--recipe", flags.recipe, *training]
     dry = ["--output_dir", str(flags.output), "--dry_run", "--world", str(flags.num_gpus or 1)]
     space = mistakes.of(_space, flags.space) if flags.space else None

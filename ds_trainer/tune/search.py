@@ -12,8 +12,6 @@ import json
 import math
 import shlex
 import shutil
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -54,10 +52,6 @@ def tune(job: TuneJob) -> Trial:
     UserError where the budget does not suffice to compare anything.
     """
     started = time.monotonic()
-    if job.hostfile:
-        flags = ["--hostfile", str(job.hostfile), "--output_dir", str(job.output)]
-        if subprocess.run([sys.executable, "-m", "ds_trainer.cli.doctor", *flags], check=False).returncode:
-            raise UserError(f"the hosts of {job.hostfile} are not ready for a run: mend what the doctor reports first")
     search = Search(job, measure_machine(job), started)
     best, note = best_score(search) if job.metric else fastest(search)
     write_results(job, search.trials, best, note)

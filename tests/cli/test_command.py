@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +17,9 @@ import pytest
 from support.launching import ROOT, SHARED, run_deepspeed, run_python, run_script
 
 import ds_trainer
-from ds_trainer.cli.calibrate import read_calibrate_job
-from ds_trainer.cli.command import Mistakes, run_command
-from ds_trainer.cli.evaluate import evaluate_parser, read_evaluate_job
-from ds_trainer.cli.flags import read_task
+from ds_trainer.cli.command import Mistakes, read_task, run_command
+from ds_trainer.cli.evaluate import evaluate_parser, read_calibrate_job, read_evaluate_job
+from ds_trainer.cli.main import module_of
 from ds_trainer.cli.train import read_train_job, train
 from ds_trainer.ranks.distributed import share_threads
 from ds_trainer.recipe.settings import assign, parse_setting
@@ -226,7 +224,7 @@ def test_places_that_cannot_be_written_are_told_before_anything_is_scored(flags,
 
 def test_calibration_does_not_begin_where_it_cannot_write(tmp_path, monkeypatch):
     """The thresholds are written into the model folder: a read-only one is a mistake of the command."""
-    monkeypatch.setattr("ds_trainer.cli.calibrate.os.access", lambda path, _: Path(path) != tmp_path)
+    monkeypatch.setattr("ds_trainer.cli.evaluate.os.access", lambda path, _: Path(path) != tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to, and the thresholds are kept in it"):
         read_calibrate_job([str(tmp_path), "--task_name", "docstrings", "--max_drop", "1"])
 
@@ -313,7 +311,7 @@ def test_a_field_of_the_task_has_one_name_for_training_and_evaluation(command, t
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_says_its_version(name, capsys):
     """On standard output, whatever else it needs."""
-    run = getattr(import_module(f"ds_trainer.cli.{name}"), f"{name}_command")
+    run = getattr(module_of(name), f"{name}_command")
     with pytest.raises(SystemExit) as caught:
         run_command(run, ["--version"])
     assert (caught.value.code, capsys.readouterr().out) == (0, f"ds_trainer {ds_trainer.__version__}\n")

@@ -11,8 +11,7 @@ import pytest
 from support.exit_folders import CLASSES, ENTROPY, exiting, json_of, make_folder
 from support.launching import run_deepspeed, run_script
 
-from ds_trainer.cli.calibrate import calibrate_command, read_calibrate_job
-from ds_trainer.cli.evaluate import read_evaluate_job
+from ds_trainer.cli.evaluate import calibrate_command, read_calibrate_job, read_evaluate_job
 from ds_trainer.recipe.exit_specs import ExitPolicy
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.exit_evaluation import evaluate_exits, flat_scores

@@ -35,10 +35,9 @@ from support.fuzzing import (
 )
 from support.launching import ROOT
 
-from ds_trainer.cli.calibrate import calibrate_parser, read_calibrate_job
-from ds_trainer.cli.evaluate import evaluate_parser, read_evaluate_job
+from ds_trainer.cli.doctor import read_hostfile
+from ds_trainer.cli.evaluate import calibrate_parser, evaluate_parser, read_calibrate_job, read_evaluate_job
 from ds_trainer.cli.train import read_train_job, train_parser
-from ds_trainer.doctor.hostfile import read_hostfile
 from ds_trainer.engine.keys import key_table
 from ds_trainer.recipe.recipe import Recipe
 

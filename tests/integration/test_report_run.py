@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.launching import run_deepspeed
 
-from ds_trainer.cli.calibrate import calibrate_command
 from ds_trainer.cli.command import run_command
+from ds_trainer.cli.evaluate import calibrate_command
 from ds_trainer.recipe.saved_checkpoint import read_checkpoint
 from ds_trainer.run.checkpoint_model import export_checkpoint
 from ds_trainer.techniques.exits.early_exit import load_for_inference

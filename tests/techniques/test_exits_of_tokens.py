@@ -12,7 +12,7 @@ from support.launching import chosen
 from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
-from ds_trainer.cli.calibrate import calibrate_command
+from ds_trainer.cli.evaluate import calibrate_command
 from ds_trainer.models.folders import save_folder
 from ds_trainer.recipe.exit_specs import ExitPolicy, ExitsSpec
 from ds_trainer.tasks.registry import build_task

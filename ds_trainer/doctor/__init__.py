@@ -1,1 +1,0 @@
-"""Several hosts: the hostfile, and the doctor that checks the hosts of one before a run."""
