@@ -29,7 +29,7 @@ from ds_trainer.models.folders import save_folder
 from ds_trainer.models.layers import encoder_linears
 from ds_trainer.models.pretrained import ANSWERER, CLASSIFIER, check_fits, load_tokenizer
 from ds_trainer.recipe.exit_specs import ExitsSpec, SavedExits, policy_of
-from ds_trainer.techniques.exits.heads import new_heads, save_heads
+from ds_trainer.techniques.exits.early_exit import new_heads, save_heads
 from ds_trainer.techniques.prune.selection import largest_on_device
 
 SCORES, HIGHWAY = ".mask_scores", ".encoder.highway."

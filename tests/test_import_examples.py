@@ -30,8 +30,7 @@ from ds_trainer import load_model
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer, load_trained
 from ds_trainer.recipe.exit_specs import ExitPolicy
-from ds_trainer.techniques.exits.early_exit import with_exits
-from ds_trainer.techniques.exits.heads import read_exits
+from ds_trainer.techniques.exits.early_exit import read_exits, with_exits
 
 PROGRAM = "examples/import_older_models.py"
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "max_position_embeddings": 40}

@@ -45,8 +45,7 @@ from ds_trainer.recipe.jobs import DTYPES, INT8, OF_THE_TASK, BenchmarkJob
 from ds_trainer.tasks.evaluation import evaluate, forward_of
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Predict, Task
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
-from ds_trainer.techniques.exits.heads import has_exits
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, has_exits, with_exits
 
 CALLS = 200
 """How often each model is called in a case, where the time allows."""

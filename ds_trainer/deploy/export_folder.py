@@ -42,7 +42,7 @@ from ds_trainer.recipe.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED
 from ds_trainer.tasks.evaluation import evaluate, score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
-from ds_trainer.techniques.exits.heads import HEADS_FILE, has_exits
+from ds_trainer.techniques.exits.early_exit import HEADS_FILE, has_exits
 
 _SENTENCES = (
     "It rains.",

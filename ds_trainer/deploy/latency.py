@@ -17,7 +17,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.machine import seconds
 from ds_trainer.tasks.data import spread
 from ds_trainer.tasks.task import Batch, Task
-from ds_trainer.techniques.exits.heads import HEADS_FILE
+from ds_trainer.techniques.exits.early_exit import HEADS_FILE
 
 FOR_P95 = 20
 """With fewer calls, the 95th percentile would be the slowest one."""

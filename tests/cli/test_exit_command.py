@@ -14,8 +14,8 @@ from support.launching import run_deepspeed, run_script
 from ds_trainer.cli.evaluate import calibrate_command, read_calibrate_job, read_evaluate_job
 from ds_trainer.recipe.exit_specs import ExitPolicy
 from ds_trainer.tasks.task import Task
+from ds_trainer.techniques.exits.early_exit import read_exits
 from ds_trainer.techniques.exits.exit_evaluation import evaluate_exits, flat_scores
-from ds_trainer.techniques.exits.heads import read_exits
 
 pytest_plugins = ("support.exit_fixtures",)
 

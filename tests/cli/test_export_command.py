@@ -31,7 +31,7 @@ from ds_trainer.models.folders import save_folder
 from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.recipe.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.techniques.exits.heads import new_heads, save_heads
+from ds_trainer.techniques.exits.early_exit import new_heads, save_heads
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ from support.launching import becomes_model, run_deepspeed
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from ds_trainer.cli.evaluate import read_evaluate_job
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_for_inference
-from ds_trainer.techniques.exits.heads import read_exits
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_for_inference, read_exits
 
 LAYERS = 3
 CASES = {"stages": ("ds_configs/zero2.json", "--set", "bf16.enabled=true"), "all": ("ds_configs/zero3.json",)}

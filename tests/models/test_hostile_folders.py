@@ -22,7 +22,7 @@ from ds_trainer.models.model_folder import folder_mistakes
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.recipe.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.recipe.trust import Trust
-from ds_trainer.techniques.exits.heads import new_heads, save_heads
+from ds_trainer.techniques.exits.early_exit import new_heads, save_heads
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

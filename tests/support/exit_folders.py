@@ -18,8 +18,14 @@ from ds_trainer.recipe.task_specs import TextSpec, TokenSpec
 from ds_trainer.run.phase import PhasePlan
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, with_exits
-from ds_trainer.techniques.exits.heads import new_heads, read_exits, save_heads, write_exits
+from ds_trainer.techniques.exits.early_exit import (
+    EarlyExitModel,
+    new_heads,
+    read_exits,
+    save_heads,
+    with_exits,
+    write_exits,
+)
 from ds_trainer.techniques.technique import PhaseLength
 
 WORDS = ["apple", "pear", "plum", "fig", "hammer", "saw", "drill", "file", "wren", "crow", "finch", "owl", "the", "old"]

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.recipe.exit_specs import ExitPolicy
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput, doubts_of_all, exit_at
-from ds_trainer.techniques.exits.heads import new_heads
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, EarlyExitOutput, doubts_of_all, exit_at, new_heads
 
 WIDTH, LAYERS, BUCKETS = 32, 4, 8
 SMALL = {

@@ -34,7 +34,7 @@ from ds_trainer.recipe.recipe import GroupRule, Phase, parse_recipe
 from ds_trainer.recipe.schedules import lr_multiplier
 from ds_trainer.run.objective import Objective
 from ds_trainer.tasks.task import Batch, Forward
-from ds_trainer.techniques.exits.heads import LayerStates
+from ds_trainer.techniques.layer_states import LayerStates
 from ds_trainer.techniques.registry import build_techniques
 from ds_trainer.techniques.technique import PhaseLength
 

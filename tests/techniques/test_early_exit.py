@@ -40,9 +40,10 @@ from ds_trainer.techniques.exits.early_exit import (
     RunningPolicy,
     doubt,
     load_for_inference,
+    new_heads,
+    save_heads,
     with_exits,
 )
-from ds_trainer.techniques.exits.heads import new_heads, save_heads
 
 CRITERIA = ("entropy", "confidence", "patience", "regression")
 

@@ -23,7 +23,14 @@ from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits import exit_evaluation
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, doubt, doubts_of_all, exit_at, load_for_inference
+from ds_trainer.techniques.exits.early_exit import (
+    EarlyExitModel,
+    doubt,
+    doubts_of_all,
+    exit_at,
+    load_for_inference,
+    read_exits,
+)
 from ds_trainer.techniques.exits.exit_evaluation import (
     AllHeads,
     OperatingPoint,
@@ -36,7 +43,6 @@ from ds_trainer.techniques.exits.exit_evaluation import (
     measured_speed,
     without_curves,
 )
-from ds_trainer.techniques.exits.heads import read_exits
 
 pytest_plugins = ("support.exit_fixtures",)
 

@@ -12,7 +12,7 @@ from support.launching import chosen
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ds_trainer.recipe.exit_specs import EXITS_FILE, ExitPolicy, SavedExits
-from ds_trainer.techniques.exits.heads import (
+from ds_trainer.techniques.exits.early_exit import (
     HEADS_FILE,
     ExitHead,
     has_exits,

@@ -20,9 +20,8 @@ from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques import registry
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, load_for_inference
+from ds_trainer.techniques.exits.early_exit import HEADS_FILE, EarlyExitModel, load_for_inference, read_exits
 from ds_trainer.techniques.exits.exits import Exits
-from ds_trainer.techniques.exits.heads import HEADS_FILE, read_exits
 
 pytest_plugins = ("support.exit_fixtures",)
 

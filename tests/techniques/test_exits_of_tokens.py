@@ -17,10 +17,9 @@ from ds_trainer.models.folders import save_folder
 from ds_trainer.recipe.exit_specs import ExitPolicy, ExitsSpec
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward, Task
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, doubts_of_all, load_for_inference
+from ds_trainer.techniques.exits.early_exit import EarlyExitModel, doubts_of_all, load_for_inference, read_exits
 from ds_trainer.techniques.exits.exit_evaluation import all_heads, evaluate_exits
 from ds_trainer.techniques.exits.exits import Exits
-from ds_trainer.techniques.exits.heads import read_exits
 
 FAMILIES = ("bert", "roberta", "distilbert", "electra", "deberta", "modernbert")
 EVERY = [(family, criterion) for family in FAMILIES for criterion in ("entropy", "confidence", "patience")]

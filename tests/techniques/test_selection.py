@@ -8,7 +8,7 @@ from support.launching import exhaustive
 from torch import Tensor, nn
 
 from ds_trainer.ranks.failures import NonFiniteLossError
-from ds_trainer.techniques.prune.masks import Grain, HardMask, just_below
+from ds_trainer.techniques.prune.masked import Grain, HardMask, just_below
 from ds_trainer.techniques.prune.selection import largest_on_device, mask_of, select_largest
 from ds_trainer.techniques.prune.sites import Site
 

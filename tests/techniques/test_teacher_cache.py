@@ -22,9 +22,9 @@ from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.registry import build_task, training_texts
-from ds_trainer.techniques.distill import teacher_cache
+from ds_trainer.techniques.distill import teacher as teacher_cache
 from ds_trainer.techniques.distill.distill import Distill
-from ds_trainer.techniques.distill.teacher_cache import bytes_per_token, pack, unpack
+from ds_trainer.techniques.distill.teacher import bytes_per_token, pack, unpack
 from ds_trainer.techniques.technique import PhaseLength
 
 CPU = torch.device("cpu")

@@ -32,8 +32,7 @@ from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks import losses
 from ds_trainer.tasks.divergences import TopK
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
-from ds_trainer.techniques.distill.teacher import Outputs, Teacher, remembering, teacher_ids
-from ds_trainer.techniques.distill.teacher_cache import announce, cached_teacher
+from ds_trainer.techniques.distill.teacher import Outputs, Teacher, announce, cached_teacher, remembering, teacher_ids
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _PROJECTION = "distill_projection"

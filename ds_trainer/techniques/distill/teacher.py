@@ -1,12 +1,29 @@
-"""The teacher: a frozen model, whole on each rank, or partitioned by ZeRO-3 over all of them.
+"""The teacher: a frozen model, whole on each rank or partitioned by ZeRO-3, and the cache of its answers.
 
 It has no optimizer and no gradient. Since it is not a part of the student's module, no checkpoint holds it.
+
+The cache has its outputs for the whole training set, computed once and kept on disk in half precision, memory-mapped.
+The folder's name is a hash of the tokenised examples, the teacher's files and the layers compared, so that a later run
+takes the same folder. Only inputs that are the same in every epoch can be cached. All ranks compute and rank 0 writes;
+all hosts must see the folder.
+
+Each kind of output is one array. Logits per example are indexed by the example. Logits and states per token are indexed
+by the token's place among all tokens of the split: token t of example i is at `Examples.offsets[i] + t`. Padding has no
+place: its index is -1. Logits of positions are indexed by the position's place among all labels of the split.
+
+With `top_k` a position has a record of bytes in place of its logits: the log-probabilities of the k likeliest tokens
+and of all others together, in fp16, and then the k ids, the likeliest first, in as many bits each as the vocabulary
+needs, the lowest bit first. These are 250 bytes for 64 of 32,000 tokens.
 """
 
 import copy
-from collections.abc import Callable
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +31,18 @@ import torch
 from torch import Tensor
 
 from ds_trainer.files.messages import listed
-from ds_trainer.models.pretrained import load_config
+from ds_trainer.models.pretrained import identity_of, load_config
+from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.progress import progress
 from ds_trainer.recipe.jobs import DTYPES
 from ds_trainer.recipe.technique_specs import DistillSpec
-from ds_trainer.tasks.data import Array
+from ds_trainer.tasks.data import Array, evaluation_shard, fingerprint, open_arrays, save_aside, write_index
 from ds_trainer.tasks.divergences import TopK
-from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task
+
+_TOKENS = 2048
+"""Tokens in a batch while the cache is filled, at most: with logits for a vocabulary at each they take 400 MB."""
 
 
 @dataclass(frozen=True)
@@ -148,3 +170,160 @@ def teacher_ids(task: Task, teacher_tokenizer: Any, teacher: str) -> Tensor | No
     ids = torch.zeros(max(ours.values()) + 1, dtype=torch.int64)
     ids[list(ours.values())] = torch.tensor([theirs[token] for token in ours])
     return ids
+
+
+def cached_teacher(teacher: Teacher) -> Callable[[Batch], Outputs]:
+    """Return a function that reads a teacher's outputs for batches of the training set, rounded to fp16, as fp32.
+
+    Collective: all ranks fill the cache where it is new.
+    """
+    task, spec = teacher.task, teacher.spec
+    key = fingerprint(
+        *("teacher", task.key("train"), distributed.on_main(lambda: identity_of(spec.teacher))),
+        *(teacher.layers, spec.teacher_dtype, task.label_names),
+        *([] if teacher.ids is None else [teacher.ids.tolist()]),
+        *(["labels"] if task.logits_of == "position" else []),  # earlier versions kept logits of every token
+        *([spec.top_k, spec.temperature] if spec.top_k else []),
+    )
+    folder = task.cache_dir.expanduser() / f"teacher-{key}"
+    if not distributed.on_main(lambda: open_arrays(folder) is not None):
+        if spec.top_k:
+            announce(teacher)
+        _fill(teacher, folder)
+    opened = open_arrays(folder)
+    everywhere = all(distributed.broadcast(distributed.gather(opened is not None)))
+    if opened is None or not everywhere:
+        raise UserError(
+            f"the teacher's outputs in {folder} are not seen by every rank: set cache_dir to a shared folder"
+        )
+    return partial(_read, opened[0], teacher)
+
+
+def announce(teacher: Teacher) -> None:
+    """Log what a cache with `top_k` takes on disk before it is filled."""
+    k, labels = teacher.spec.top_k, int(teacher.label_offsets[-1])
+    size = bytes_per_token(k, teacher.vocabulary)
+    total = f"{size * labels / 1e6:,.1f} MB for the {labels:,} labels of the training set"
+    distributed.info(f"cache_teacher: top_k {k} takes {size} bytes a token, {total}")
+
+
+def bytes_per_token(k: int, vocabulary: int) -> int:
+    """Return the size of a record of the `k` likeliest tokens."""
+    return 2 * (k + 1) + -(-k * _bits(vocabulary) // 8)
+
+
+def pack(top: TopK, vocabulary: int) -> Array:
+    """Return records (rows, bytes) uint8."""
+    bits = top.ids.cpu().numpy()[..., None] >> np.arange(_bits(vocabulary)) & 1
+    ids = np.packbits(bits.astype(np.uint8).reshape(len(bits), -1), axis=-1, bitorder="little")
+    return np.concatenate([_half(top.log_probs).view(np.uint8), ids], -1)
+
+
+def unpack(records: Tensor, k: int, vocabulary: int) -> TopK:
+    """Return what records (rows, bytes) uint8 hold, on their device, with probabilities that sum to 1 again."""
+    split, bits = 2 * (k + 1), _bits(vocabulary)
+    log_probs = records[:, :split].contiguous().view(torch.float16).float()
+    packed = records[:, split:].long()
+    first = torch.arange(k, device=records.device) * bits
+    # an id and the bits before it in its first byte; bytes beyond the record's end have no bit of it
+    spanned = range((bits + 14) // 8)
+    values = sum(packed[:, (first // 8 + n).clamp_(max=packed.shape[1] - 1)] << 8 * n for n in spanned)
+    return TopK(values >> first % 8 & (1 << bits) - 1, log_probs.log_softmax(-1))
+
+
+def _bits(vocabulary: int) -> int:
+    """Return the bits of an id."""
+    return (vocabulary - 1).bit_length()
+
+
+def _half(values: Tensor) -> Array:
+    """Round to fp16; values beyond its range become its largest."""
+    return values.float().clamp(-65504, 65504).half().cpu().numpy()
+
+
+def _read(arrays: dict[str, Array], teacher: Teacher, batch: Batch) -> Outputs:
+    def read(name: str, indices: Array, padding: float) -> Tensor:
+        values = arrays[name][indices.clip(0)].astype(np.float32)
+        values[indices < 0] = padding
+        return torch.from_numpy(values).to(teacher.device, non_blocking=True)
+
+    of_logits, of_tokens = _indices(teacher, batch)
+    names = sorted(name for name in arrays if name.startswith("logits"))
+    logits: tuple[Any, ...]
+    if top_k := teacher.spec.top_k:
+        records = (torch.from_numpy(arrays[name][of_logits]) for name in names)
+        moved = (record.to(teacher.device, non_blocking=True) for record in records)
+        logits = tuple(unpack(record, top_k, teacher.vocabulary) for record in moved)
+    else:
+        logits = tuple(read(name, of_logits, PAD_LOGIT) for name in names)
+    return Outputs(logits, {layer: read(f"hidden.{layer}", of_tokens, 0.0) for layer in teacher.layers})
+
+
+def _fill(teacher: Teacher, folder: Path) -> None:
+    """Run the teacher over the training set on all ranks, and write its outputs on rank 0."""
+    started, outputs, arrays = time.monotonic(), _outputs(teacher), dict[str, Any]()
+    examples = teacher.task.examples("train")
+    offsets = {"token": examples.offsets, "example": np.arange(len(examples) + 1)}
+
+    def write(aside: Path) -> None:
+        for name, indices, values in (item for shards in outputs for shard in shards for item in shard):
+            if name not in arrays:
+                kind = teacher.task.logits_of if name.startswith("logits") else "token"
+                rows = int((teacher.label_offsets if kind == "position" else offsets[kind])[-1])
+                shape, path = (rows, *values.shape[1:]), aside / f"{name}.npy"
+                arrays[name] = np.lib.format.open_memmap(path, mode="w+", dtype=values.dtype, shape=shape)
+                with path.open("r+b") as file:  # reserved: a mapped file on a full disk would kill the process
+                    os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+            arrays[name][indices] = values
+        for array in arrays.values():
+            array.flush()
+        write_index(aside, arrays, {})
+
+    def save() -> None:
+        try:
+            save_aside(folder, write)
+        finally:
+            deque(outputs, maxlen=0)  # after an error the other ranks still wait for this one, batch by batch
+
+    if not distributed.is_main():
+        deque(outputs, maxlen=0)  # this rank computes its part, which rank 0 gathers
+    distributed.on_main(save)
+    size, seconds = sum(array.nbytes for array in arrays.values()) / 1e6, time.monotonic() - started
+    distributed.info(f"cache_teacher: {size:,.1f} MB of the teacher's outputs are kept in {folder} ({seconds:.0f} s)")
+    teacher.close()
+
+
+def _outputs(teacher: Teacher) -> Iterator[list[list[tuple[str, Array, Array]]]]:
+    """Yield the outputs of all ranks batch by batch on rank 0, elsewhere empty lists; every rank must exhaust it.
+
+    Those of a rank are the name of an array, indices in its first dimension, and the values in half precision that go
+    there, without padding.
+    """
+    examples = teacher.task.examples("train")
+    size = max(1, _TOKENS // int(examples.lengths.max()))
+    shards = evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), size)
+    for chosen in progress(shards, "cache_teacher: the teacher answers the training set", "forward"):
+        batch = teacher.task.collate(examples, chosen)
+        of_logits, of_tokens = _indices(teacher, batch)
+        outputs = teacher(batch.to(teacher.device))
+        named = [(f"logits.{number}", of_logits, values) for number, values in enumerate(outputs.logits)]
+        named += [(f"hidden.{layer}", of_tokens, values) for layer, values in outputs.hidden.items()]
+        kept = [
+            (name, where, pack(values, teacher.vocabulary) if isinstance(values, TopK) else _half(values))
+            for name, where, values in named
+        ]
+        yield distributed.gather([(name, where[where >= 0], values[where >= 0]) for name, where, values in kept])
+
+
+def _indices(teacher: Teacher, batch: Batch) -> tuple[Array, Array]:
+    """Return the index in the cache of every row of logits of a batch, and of every token: (batch, length).
+
+    Padding has -1. They are computed from the lengths, which the host has: reading the mask would wait for the device.
+    """
+    ids, examples = batch.ids.numpy(), teacher.task.examples("train")
+    column = np.arange(batch.inputs["input_ids"].shape[1])
+    of_tokens = np.where(column < examples.lengths[ids][:, None], examples.offsets[ids][:, None] + column, -1)
+    if teacher.task.logits_of == "position":
+        starts, ends = teacher.label_offsets[ids], teacher.label_offsets[ids + 1]
+        return np.concatenate([np.arange(*labels) for labels in zip(starts, ends, strict=True)]), of_tokens
+    return (ids if teacher.task.logits_of == "example" else of_tokens), of_tokens

@@ -26,8 +26,15 @@ from ds_trainer.recipe.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy
 from ds_trainer.tasks.data import spread
 from ds_trainer.tasks.evaluation import Answers, answers_of, load_on_device, split_prefix
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task
-from ds_trainer.techniques.exits.early_exit import EarlyExitModel, doubts_of_all, exit_at, with_exits
-from ds_trainer.techniques.exits.heads import has_exits, read_exits, write_exits
+from ds_trainer.techniques.exits.early_exit import (
+    EarlyExitModel,
+    doubts_of_all,
+    exit_at,
+    has_exits,
+    read_exits,
+    with_exits,
+    write_exits,
+)
 
 _ONE_BY_ONE, _BATCHED = 64, 1000  # examples to time at batch size 1, and at that of the evaluation
 _SECONDS = 60.0  # time limit for each split and batch size

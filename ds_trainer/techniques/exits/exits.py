@@ -25,7 +25,7 @@ from ds_trainer.recipe.recipe import GroupRule
 from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.exits import exit_evaluation
-from ds_trainer.techniques.exits.heads import has_exits, load_heads, new_heads, read_exits, save_heads
+from ds_trainer.techniques.exits.early_exit import has_exits, load_heads, new_heads, read_exits, save_heads
 from ds_trainer.techniques.layer_states import LayerStates
 from ds_trainer.techniques.technique import Measured, PhaseLength, Technique
 

@@ -27,8 +27,7 @@ from ds_trainer.recipe.recipe import GroupRule
 from ds_trainer.recipe.schedules import Schedule, steps_of
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.prune import advice
-from ds_trainer.techniques.prune.masked import MaskedLinear, StepMask
-from ds_trainer.techniques.prune.masks import GateMask, HardMask
+from ds_trainer.techniques.prune.masked import GateMask, HardMask, MaskedLinear, StepMask
 from ds_trainer.techniques.prune.selection import mask_of, mask_together
 from ds_trainer.techniques.prune.sites import Site, sites_of
 from ds_trainer.techniques.technique import PhaseLength, Technique

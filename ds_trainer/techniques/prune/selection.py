@@ -17,8 +17,16 @@ from torch import Tensor
 from ds_trainer.models.layers import gathered
 from ds_trainer.recipe.prune_specs import BY_SHARE, WHOLE_BLOCKS
 from ds_trainer.tasks.losses import L0_KEPT_ABOVE
-from ds_trainer.techniques.prune.masked import MaskedLinear, StepMask
-from ds_trainer.techniques.prune.masks import GateMask, HardMask, Mask, SoftMask, diverged, just_below
+from ds_trainer.techniques.prune.masked import (
+    GateMask,
+    HardMask,
+    Mask,
+    MaskedLinear,
+    SoftMask,
+    StepMask,
+    diverged,
+    just_below,
+)
 from ds_trainer.techniques.prune.sites import Site
 
 Chunks = Callable[[], Iterable[Tensor]]
