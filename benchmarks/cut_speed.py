@@ -21,9 +21,8 @@ from figures import Figure, bert_shape, is_quick, report, use_threads
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from ds_trainer.cuts.costs import BatchSize, cut_costs
-from ds_trainer.cuts.cut import cut_model
-from ds_trainer.cuts.layerwise import Calibration
+from ds_trainer.cuts.calibration import Calibration
+from ds_trainer.cuts.cut import cut_costs, cut_model
 from ds_trainer.ranks import distributed
 from ds_trainer.recipe.cut_specs import CutSpec
 
@@ -75,7 +74,7 @@ def measured(name: str) -> tuple[float, float, float, float]:
     started = time.perf_counter()
     cut_model(model, calibration, spec)
     seconds, held = time.perf_counter() - started, peak() - start
-    sizes, probed = ([BatchSize(*part.shape, part.numel()) for part in i.split(BATCH)] for i in (ids, ids[:PROBED]))
+    sizes, probed = ([part.shape for part in tokens.split(BATCH)] for tokens in (ids, ids[:PROBED]))
     with torch.device("meta"):
         costs = cut_costs(BertForSequenceClassification(config), spec, sizes, probed, device)
     return seconds, max(0.1, costs["estimated_seconds"]), held, costs["bytes"]["total"]

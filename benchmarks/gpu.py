@@ -33,7 +33,7 @@ from figures import ROOT, Figure, bert_shape, is_quick, ratio, report
 from loop_overhead import LOG_EVERY, Loop, plan_of, started
 from support.host_waits import host_waits, of
 
-from ds_trainer.cuts.cut_folder import outline_of
+from ds_trainer.cuts.cut import outline_of
 from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.ranks import distributed

@@ -8,7 +8,7 @@ from pathlib import Path
 from ds_trainer.cli.command import NO_TASK, Mistakes, Parser, names_task, one_process_mistakes, output_path, read_task
 from ds_trainer.cli.export import onnx_mistakes
 from ds_trainer.files.run_folder import check_output_folder
-from ds_trainer.models.model_folder import folder_mistakes
+from ds_trainer.models.folders import folder_mistakes
 from ds_trainer.recipe.jobs import BACKENDS, DEVICES, DTYPES, INT8, OF_THE_TASK, BenchmarkJob
 from ds_trainer.recipe.trust import trusting
 

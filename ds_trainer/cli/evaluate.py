@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ds_trainer.cli.command import Mistakes, Parser, flag_mistake, one_process_mistakes, read_task
 from ds_trainer.files.messages import shown
 from ds_trainer.files.writing import existing_above
-from ds_trainer.models.model_folder import model_mistakes
+from ds_trainer.models.folders import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.exit_specs import EXITS_FILE, Criterion, ExitsSpec, aim_mistakes

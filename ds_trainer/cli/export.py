@@ -16,7 +16,7 @@ from ds_trainer.cli.command import NO_TASK, Mistakes, Parser, names_task, one_pr
 from ds_trainer.files.messages import shown
 from ds_trainer.files.run_folder import MODEL_FILES, check_output_folder
 from ds_trainer.files.writing import is_aside
-from ds_trainer.models.model_folder import COMPACT_FILE, folder_mistakes
+from ds_trainer.models.folders import COMPACT_FILE, folder_mistakes
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.cut_specs import CutSpec
 from ds_trainer.recipe.jobs import INT8, INT8_FILE, ONNX_FILE, WEIGHTS, ExportJob

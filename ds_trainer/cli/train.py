@@ -19,7 +19,7 @@ from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import cut, shown
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.write_places import cache_place, environment_of, placed_engine_file
-from ds_trainer.models.model_folder import model_mistakes
+from ds_trainer.models.folders import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.debugging import wait_for_debugger
 from ds_trainer.ranks.failures import UserError

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from ds_trainer.cuts.blocks import CutBlock, OuterCut, with_grams
-from ds_trainer.cuts.fitting import Gram, Replacement
-from ds_trainer.cuts.layerwise import Calibration
+from ds_trainer.cuts.calibration import Calibration
+from ds_trainer.cuts.surgeon import Gram, Replacement
 from ds_trainer.models.costs import count_decisions, decision_flops, encoder_flops, layer_seconds
 from ds_trainer.models.layers import whole_class
 from ds_trainer.ranks import distributed

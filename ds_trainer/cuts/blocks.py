@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.cuts.fitting import CutRecord, Fitting, Gram, Replacement
-from ds_trainer.cuts.layerwise import Calibration, Layerwise, without_products
-from ds_trainer.cuts.surgeon import least_squares, magnitude_removal, removal
+from ds_trainer.cuts.calibration import Calibration
+from ds_trainer.cuts.layerwise import Layerwise, without_products
+from ds_trainer.cuts.surgeon import CutRecord, Fitting, Gram, Replacement, least_squares, magnitude_removal, removal
 from ds_trainer.models.layers import SIZES_OF, Block, blocks_of, decisions_of, is_emptied, layers_of, rows_of
 from ds_trainer.models.shrink import check_known
 from ds_trainer.ranks import distributed

@@ -1,25 +1,48 @@
 """The training examples that a cut is fitted to, and how far its answers are from the dense model's."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.cuts.costs import BatchSize
-from ds_trainer.cuts.layerwise import Calibration, finite
+from ds_trainer.models.layers import AnyLinear, in_features
 from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.stopping import in_step
+from ds_trainer.recipe.cut_specs import CutSpec
 from ds_trainer.tasks.data import ExampleIds
 from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.task import Batch, Task
 
+_CPU = torch.device("cpu")
 _BATCH = 32
 _PROBED, _PROBE_BATCH = 64, 8
 """About how many of the examples are run for each divergence that is measured, and in batches of how many."""
 _PROBED_ROWS = 64
 """About how many rows of logits of each batch are compared: those of language models are long, and many."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """This rank's part of the examples that a cut is fitted to, in batches, on the CPU.
+
+    `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `answers` runs a
+    model, on whichever device it is, on some of the examples. `divergence(dense, cut)` is how far the cut model's
+    answers are from the dense one's, a mean over the compared rows of logits of all ranks; it is collective. `loss`
+    returns the task's mean loss over one batch, by its number, times its examples, with gradient; the model is whole on
+    one device.
+    `device` is the one on which layers run and are solved.
+    """
+
+    inputs: Sequence[Mapping[str, Tensor]]
+    attended: Sequence[Tensor]
+    answers: Callable[[nn.Module], Any]
+    divergence: Callable[[Any, Any], float]
+    loss: Callable[[nn.Module, int], Tensor]
+    device: torch.device = _CPU
 
 
 def calibration_of(task: Task, count: int, seed: int) -> Calibration:
@@ -42,16 +65,56 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
     )
 
 
-def calibration_sizes(task: Task, count: int, seed: int) -> tuple[list[BatchSize], list[BatchSize]]:
-    """Return the sizes of the batches that all ranks together run, and of those that a divergence is measured on."""
-    multiple = task.spec.pad_to_multiple_of
+def calibration_sizes(task: Task, count: int, seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return (rows, padded length) of the batches that all ranks run, and of those that a divergence is measured on."""
+    multiple, lengths = task.spec.pad_to_multiple_of, task.examples("train").lengths
 
-    def size(ids: ExampleIds) -> BatchSize:
-        lengths = task.examples("train").lengths[ids]
-        return BatchSize(len(ids), -(-int(lengths.max()) // multiple) * multiple, int(lengths.sum()))
+    def size(ids: ExampleIds) -> tuple[int, int]:
+        return len(ids), -(-int(lengths[ids].max()) // multiple) * multiple
 
     batches, probes = _drawn(task, count, seed)
     return list(map(size, batches)), list(map(size, probes))
+
+
+def finite(sums: Tensor, of: str) -> Tensor:
+    """Return sums of all ranks over the calibration examples. UserError where they are not finite."""
+    if not sums.isfinite().all():
+        raise UserError(
+            f"cut: {of} are not finite (NaN or infinity) on the calibration examples, though all weights are finite: "
+            "the model overflows on these texts: train it again, with a lower learning rate"
+        )
+    return sums
+
+
+def check_sound(model: Any, calibration: Calibration) -> None:
+    """Raise UserError where a weight is not finite, or no example has a token to fit anything to; collective."""
+    broken = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
+    if broken is not None:
+        raise UserError(
+            f"cut: {broken} holds values that are not finite (NaN or infinity): train the model of start_from again, "
+            "with a lower learning rate, or in bf16 instead of fp16"
+        )
+    if not _count_tokens(calibration):
+        raise UserError(
+            "cut: the calibration examples have no token that is attended: the training texts are empty, or the "
+            "tokenizer makes nothing of them"
+        )
+
+
+def check_tokens(linears: Iterable[AnyLinear], calibration: Calibration, spec: CutSpec) -> None:
+    """Warn where a layer that is fitted has more inputs than the calibration examples have tokens; collective."""
+    tokens, widest = _count_tokens(calibration), max(map(in_features, linears))
+    if tokens < widest and (spec.method == "obs" or spec.update_weights):
+        distributed.warn(
+            f"cut: the cut of {widest:,} inputs is fitted to {tokens:,} tokens, too few to fit it: damping decides "
+            "the rest; raise calibration_examples, if there are more examples"
+        )
+
+
+def _count_tokens(calibration: Calibration) -> int:
+    """Count the attended tokens of all ranks; collective."""
+    here = sum(int(attended.sum()) for attended in calibration.attended)
+    return sum(count for (count,) in distributed.numbers_of_all([here]))
 
 
 def _drawn(task: Task, count: int, seed: int) -> tuple[list[ExampleIds], list[ExampleIds]]:

@@ -7,15 +7,15 @@ rotary positions, convolutions between layers) so runs as always, for every arch
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.cuts.fitting import Gram
+from ds_trainer.cuts.calibration import Calibration, finite
+from ds_trainer.cuts.surgeon import Gram
 from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features, out_features
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -23,26 +23,6 @@ from ds_trainer.ranks.progress import progress
 from ds_trainer.ranks.stopping import in_step
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """This rank's part of the examples that a cut is fitted to, in batches, on the CPU.
-
-    `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `answers` runs a
-    model, on whichever device it is, on some of the examples. `divergence(dense, cut)` is how far the cut model's
-    answers are from the dense one's, a mean over the compared rows of logits of all ranks; it is collective. `loss`
-    returns the task's mean loss over one batch, by its number, times its examples, with gradient; the model is whole on
-    one device.
-    `device` is the one on which layers run and are solved.
-    """
-
-    inputs: Sequence[Mapping[str, Tensor]]
-    attended: Sequence[Tensor]
-    answers: Callable[[nn.Module], Any]
-    divergence: Callable[[Any, Any], float]
-    loss: Callable[[nn.Module, int], Tensor]
-    device: torch.device = _CPU
 
 
 def encoder_inputs(base: Any, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -150,16 +130,6 @@ class Layerwise:
             f"cut: {type(self._base).__name__} does not run one list of layers, one after another, as a cut needs: "
             "take another model"
         )
-
-
-def finite(sums: Tensor, of: str) -> Tensor:
-    """Return sums of all ranks over the calibration examples. UserError where they are not finite."""
-    if not sums.isfinite().all():
-        raise UserError(
-            f"cut: {of} are not finite (NaN or infinity) on the calibration examples, though all weights are finite: "
-            "the model overflows on these texts: train it again, with a lower learning rate"
-        )
-    return sums
 
 
 def by_example(values: Tensor, tokens: torch.Size) -> Tensor:

@@ -11,8 +11,9 @@ import copy
 import json
 import re
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,15 @@ from torch import Tensor
 
 from ds_trainer.files.messages import listed
 from ds_trainer.files.writing import write_json
+from ds_trainer.models.folders import as_user_error
 from ds_trainer.models.layers import build_like
-from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.pretrained import check_fits
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.cut_specs import VocabularySpec
+from ds_trainer.recipe.task_specs import TaskBase
+from ds_trainer.tasks.lm.sequences import tokenised_documents
+from ds_trainer.tasks.registry import training_texts
+from ds_trainer.tasks.table_rows import lines
 
 _FIELDS = re.compile(r".*_token_ids?|(begin_)?suppress_tokens|bad_words_ids")
 """The fields of configs that hold ids of tokens, alone or in lists."""
@@ -239,3 +245,34 @@ def _framing(processor: Any) -> Iterator[tuple[str, list[Any], int]]:
     for special in processor.get("special_tokens", {}).values():
         yield from ((token, special["ids"], place) for place, token in enumerate(special["tokens"]))
     yield from ((processor[name][0], processor[name], 1) for name in ("sep", "cls") if name in processor)
+
+
+def cut_vocabulary_for(spec: VocabularySpec, task: TaskBase, model: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """Return the model and the tokenizer with the tokens that `spec` keeps; the texts of `task` are read on this rank.
+
+    UserError for a file without tokens or with unknown ones, and wherever `cut_vocabulary` raises one.
+    """
+    if spec.file:
+        return cut_vocabulary(model, tokenizer, _listed_tokens(spec.file, tokenizer))
+    documents = chain.from_iterable(tokenised_documents(training_texts(task), tokenizer))
+    counts_by_id = Counter(chain.from_iterable(documents))
+    counts = Counter({tokenizer.convert_ids_to_tokens(id): count for id, count in counts_by_id.items()})
+    ids = tokenizer.get_vocab()
+    if isinstance(spec.keep, str):
+        return cut_vocabulary(model, tokenizer, counts)
+    # among equally frequent tokens, and those that never occur, the first ones of the tokenizer
+    return cut_vocabulary(model, tokenizer, sorted(ids, key=lambda token: (-counts[token], ids[token])), spec.keep)
+
+
+def _listed_tokens(path: Path, tokenizer: Any) -> list[str]:
+    """Read the tokens of a file, one in each line, which is blank or one that the tokenizer has."""
+    tokens = [token for line in lines(path) if (token := line.rstrip("\r\n"))]
+    if not tokens:
+        raise UserError(f'vocabulary.keep: {path} has no tokens: write one in each line, or keep "seen"')
+    unknown = sorted(set(tokens) - tokenizer.get_vocab().keys())
+    if unknown:
+        raise UserError(
+            f"vocabulary.keep: {path} lists {len(unknown):,} tokens that the tokenizer does not have, such as "
+            f"{listed(unknown, 3)}: write them as the tokenizer does (##ing, Ġthe, ▁the)"
+        )
+    return tokens

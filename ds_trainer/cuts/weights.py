@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.cuts.fitting import CutRecord, Fitting, Gram, Replacement
-from ds_trainer.cuts.layerwise import Calibration, Layerwise, by_example, finite
-from ds_trainer.cuts.sparse import Pattern, admm_mask, masked_least_squares
+from ds_trainer.cuts.calibration import Calibration, finite
+from ds_trainer.cuts.layerwise import Layerwise, by_example
+from ds_trainer.cuts.surgeon import CutRecord, Fitting, Gram, Pattern, Replacement, admm_mask, masked_least_squares
 from ds_trainer.models.layers import AnyLinear, encoder_linears, in_features, out_features, rows_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
 import ds_trainer
-from ds_trainer.cuts.cut_folder import CUT_FILE
+from ds_trainer.cuts.cut import CUT_FILE
 from ds_trainer.deploy.latency import bytes_on_disk
 from ds_trainer.deploy.onnx_lines import onnx_lines
 from ds_trainer.files.reading import read_object
@@ -21,9 +21,8 @@ from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import CARD, CARD_MARK, is_own_card
 from ds_trainer.files.tables import markdown
 from ds_trainer.files.writing import write_whole
+from ds_trainer.models.folders import as_user_error, has_safetensors, is_compact, is_hub_name
 from ds_trainer.models.layers import FIELD
-from ds_trainer.models.loading import as_user_error
-from ds_trainer.models.model_folder import has_safetensors, is_compact, is_hub_name
 from ds_trainer.ranks import distributed
 from ds_trainer.recipe.exit_specs import EXITS_FILE
 from ds_trainer.recipe.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED, ExportJob

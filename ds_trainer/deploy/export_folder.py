@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_trainer.cuts.cut_folder import cut_of, outline_of
+from ds_trainer.cuts.cut import cut_of, outline_of
 from ds_trainer.deploy import onnx_file
 from ds_trainer.deploy.agreement import check_same, tolerance_in
 from ds_trainer.deploy.card import write_export_card
@@ -27,10 +27,8 @@ from ds_trainer.files.reading import read_object
 from ds_trainer.files.writing import existing_above, write_json
 from ds_trainer.models import pretrained
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
-from ds_trainer.models.folders import save_folder
+from ds_trainer.models.folders import COMPACT_FILE, as_user_error, save_folder
 from ds_trainer.models.layers import FIELD, count_weights, total_weights
-from ds_trainer.models.loading import as_user_error
-from ds_trainer.models.model_folder import COMPACT_FILE
 from ds_trainer.models.shrink import shrink
 from ds_trainer.models.shrunk_model import whole_class
 from ds_trainer.ranks import distributed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_trainer.files.reading import free_memory
-from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
+from ds_trainer.models.folders import COMPACT_FILE, is_compact
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.machine import seconds
 from ds_trainer.tasks.data import spread

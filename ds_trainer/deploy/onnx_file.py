@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.deploy.agreement import agree, differences
-from ds_trainer.models.loading import as_user_error
+from ds_trainer.models.folders import as_user_error
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Batch
 

@@ -29,8 +29,7 @@ from ds_trainer.files.messages import quoted
 from ds_trainer.files.reading import memory_limit
 from ds_trainer.files.run_folder import MODEL_FILES
 from ds_trainer.files.writing import write_json
-from ds_trainer.models.loading import as_user_error
-from ds_trainer.models.model_folder import COMPACT_FILE
+from ds_trainer.models.folders import COMPACT_FILE, as_user_error
 from ds_trainer.ranks.failures import UserError
 
 _FORMAT, _VERSION = "ds_trainer.compact", "1"

@@ -1,4 +1,4 @@
-"""The layers of the models of `transformers`: find them and their blocks, swap modules, count weights.
+"""The layers of the models of `transformers`: find them and their blocks, swap modules, count and gather weights.
 
 No model code is copied: techniques change the modules that `transformers` has built. The blocks of each family are
 listed in `shrunk_model.py`, since that file is copied into model folders; this library imports them from here.
@@ -7,6 +7,7 @@ listed in `shrunk_model.py`, since that file is copied into model folders; this 
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -37,6 +38,7 @@ AnyLinear: TypeAlias = nn.Linear | Conv1D
 """GPT-2 writes its linear layers as `Conv1D`: the same product, with a weight of (in, out)."""
 _MOST_ELSEWHERE = 0.1
 """The share of a model's matrices that may lie outside of its linear layers, as the kernels of ConvBERT do."""
+_RECOMPUTING = ContextVar("recomputing", default=False)
 
 
 def rows_of(weight: Tensor, kind: type[nn.Module]) -> Tensor:
@@ -110,6 +112,36 @@ def set_dropout(model: nn.Module, probability: float) -> None:
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, probability)
+
+
+def is_recomputing() -> bool:
+    """Return whether this forward of a layer is the second one, in a backward.
+
+    What a technique draws or remembers in a layer's forward must be the same when that forward runs again.
+    """
+    return _RECOMPUTING.get()
+
+
+def can_recompute(model: Any) -> bool:
+    return bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
+def set_recomputing(model: Any, recomputes: bool) -> None:
+    """Have a model of `transformers` keep its layers' activations in training, or compute them again.
+
+    Gradient checkpointing (arXiv 1604.06174) keeps each layer's input alone, and computes the rest again in the
+    backward, here in torch's non-reentrant form. UserError where the model cannot do it.
+    """
+    if recomputes and not can_recompute(model):
+        raise UserError(f"gradient_checkpointing: {type(model).__name__} of transformers does not have it: drop it")
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    if recomputes:  # transformers 5.23 has renamed the methods
+        forwards = lambda: (contextlib.nullcontext(), _recomputing())  # noqa: E731 - the first and the second one
+        how = {"use_reentrant": False, "context_fn": forwards}
+        getattr(model, f"{name}_enable")(how)
+        model.disable_input_require_grads()  # else gradients would run through frozen embeddings and layers
+    elif can_recompute(model):
+        getattr(model, f"{name}_disable")()
 
 
 @contextlib.contextmanager
@@ -227,3 +259,12 @@ def _matrices(model: nn.Module) -> tuple[dict[str, AnyLinear], dict[str, Tensor]
                     if sum(size > 1 for size in weight.shape) > 1:
                         elsewhere[f"{name}.{kind}"] = weight
     return linears, elsewhere
+
+
+@contextlib.contextmanager
+def _recomputing() -> Iterator[None]:
+    token = _RECOMPUTING.set(True)
+    try:
+        yield
+    finally:
+        _RECOMPUTING.reset(token)

@@ -21,10 +21,18 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils.hub import cached_file
 
 from ds_trainer.files.reading import folder_hash
-from ds_trainer.models import model_folder
 from ds_trainer.models.compact import read_compact
+from ds_trainer.models.folders import (
+    COMPACT_FILE,
+    as_user_error,
+    check_folder,
+    has_safetensors,
+    is_compact,
+    is_hub_name,
+    nearest_folder,
+    read_config,
+)
 from ds_trainer.models.layers import FIELD
-from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.shrunk_model import PREFIX, shrunk_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -98,13 +106,13 @@ def load_config(source: str | Path, kind: HeadKind) -> Any:
 
 def dtype_of(source: str | Path) -> torch.dtype:
     """Return the precision of a folder's weights; fp32 for compact ones, since no narrower type holds them all."""
-    dtype = None if model_folder.is_compact(Path(source)) else _load_any_config(source).dtype
+    dtype = None if is_compact(Path(source)) else _load_any_config(source).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def identity_of(source: str | Path) -> str:
     """Return a hash of a model folder's files, or the commit of a hub name's: what is made of it stands for these."""
-    if not model_folder.is_hub_name(str(source)):
+    if not is_hub_name(str(source)):
         return folder_hash(Path(source))
     commit: str | None = getattr(_load_any_config(source), "_commit_hash", None)
     if commit is None:
@@ -125,9 +133,9 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind) -> tuple[An
     `unfilled_weights`. Weights may be in a compact file.
     """
     folder, trust = Path(source), trust_in_force()
-    is_folder = not model_folder.is_hub_name(str(source))
+    is_folder = not is_hub_name(str(source))
     if is_folder:
-        model_folder.check_folder(folder, trust)
+        check_folder(folder, trust)
     options = {
         "config": config,
         "dtype": torch.float32,
@@ -137,14 +145,14 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind) -> tuple[An
     }
     model_class = _shrunk_class(config, kind)
     with as_user_error(f"the weights of {source} cannot be loaded"):
-        if is_folder and model_folder.is_compact(folder):
+        if is_folder and is_compact(folder):
             # without a name transformers takes the config and these weights as they are
-            state = read_compact(folder / model_folder.COMPACT_FILE)
+            state = read_compact(folder / COMPACT_FILE)
             model, info = (model_class or kind.classes(config)[0]).from_pretrained(None, state_dict=state, **options)
             if model.can_generate() and (folder / "generation_config.json").is_file():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
             return model, info
-        safe_alone = model_folder.has_safetensors(folder) if is_folder else not trust.allow_pickle
+        safe_alone = has_safetensors(folder) if is_folder else not trust.allow_pickle
         model, info = (model_class or kind.auto_class).from_pretrained(
             str(source),
             use_safetensors=True if safe_alone else None,
@@ -293,16 +301,15 @@ def _load_any_config(source: str | Path) -> Any:
 
 def _check_config_file(source: str | Path) -> None:
     """Refuse a folder without a sound config, and a name that neither this machine nor the hub has."""
-    if model_folder.is_hub_name(str(source)):
+    if is_hub_name(str(source)):
         _check_on_hub(str(source))
     else:
-        model_folder.read_config(Path(source), trust_in_force())
+        read_config(Path(source), trust_in_force())
 
 
 @functools.cache  # what it raises is not kept
 def _check_on_hub(name: str) -> None:
-    nearest = model_folder.nearest_folder(name)
-    with as_user_error(f"{name} is no folder on this machine{nearest}, and the hub gives no such model"):
+    with as_user_error(f"{name} is no folder on this machine{nearest_folder(name)}, and the hub gives no such model"):
         cached_file(name, "config.json")
 
 

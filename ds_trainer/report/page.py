@@ -19,7 +19,7 @@ from ds_trainer.files.reading import read_object
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.tables import markdown
 from ds_trainer.files.writing import write_whole
-from ds_trainer.models.loading import as_user_error
+from ds_trainer.models.folders import as_user_error
 from ds_trainer.ranks import distributed
 from ds_trainer.report import figures
 from ds_trainer.report.run_files import OF_ONE_EXIT, RunFiles, encoder_weights, peak_memory, read_run

@@ -18,7 +18,7 @@ from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.engine.saved_states import weights_of
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError, damage_of
 from ds_trainer.files.run_folder import kept_from_runs
-from ds_trainer.models.model_folder import model_mistakes
+from ds_trainer.models.folders import model_mistakes
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.ranks.joining import silence_transformers
 from ds_trainer.ranks.stopping import leaving

@@ -13,8 +13,7 @@ from ds_trainer.engine.engine_file import resolve_engine_file, settled_numbers, 
 from ds_trainer.engine.keys import precision_of
 from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
 from ds_trainer.files.redaction import redacted
-from ds_trainer.models.layers import set_dropout
-from ds_trainer.models.recomputing import set_recomputing
+from ds_trainer.models.layers import set_dropout, set_recomputing
 from ds_trainer.models.shrink import check_known
 from ds_trainer.ranks import distributed
 from ds_trainer.recipe.jobs import TrainJob

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from ds_trainer.cuts.cut_folder import expected_costs
+from ds_trainer.cuts.cut import expected_costs
 from ds_trainer.engine.deepspeed_check import check_with_deepspeed
 from ds_trainer.engine.engine_file import MICRO, STEPS
 from ds_trainer.engine.keys import flag_at, precision_of, value_at
 from ds_trainer.engine.live_memory import LiveMemory
 from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
-from ds_trainer.models.recomputing import can_recompute, set_recomputing
+from ds_trainer.models.layers import can_recompute, set_recomputing
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import ran_out
 from ds_trainer.ranks.machine import seconds

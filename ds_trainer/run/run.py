@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.cuts.cut_folder import CUT_FILE
+from ds_trainer.cuts.cut import CUT_FILE
 from ds_trainer.deploy.benchmark import measure_costs
 from ds_trainer.deploy.card import write_cards
 from ds_trainer.deploy.export import export_state_dict

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.cuts.cut_folder import CutResult, check_trained, cut_of, outline_of
+from ds_trainer.cuts.cut import CutResult, check_trained, cut_of, outline_of
 from ds_trainer.files.checkpoint_files import MARKER
 from ds_trainer.files.reading import content_hash, folder_hash
 from ds_trainer.files.writing import write_json

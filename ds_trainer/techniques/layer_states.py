@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_trainer.models.layers import encoder_layers
-from ds_trainer.models.recomputing import is_recomputing
+from ds_trainer.models.layers import encoder_layers, is_recomputing
 
 
 class LayerStates:

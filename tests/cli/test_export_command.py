@@ -27,8 +27,7 @@ from ds_trainer.deploy import export_folder, onnx_file
 from ds_trainer.deploy.onnx_file import by_torch, outputs, session
 from ds_trainer.files.reading import read_object
 from ds_trainer.files.writing import is_aside
-from ds_trainer.models.folders import save_folder
-from ds_trainer.models.model_folder import COMPACT_FILE, is_compact
+from ds_trainer.models.folders import COMPACT_FILE, is_compact, save_folder
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.recipe.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.techniques.exits.early_exit import new_heads, save_heads

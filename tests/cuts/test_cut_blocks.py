@@ -11,7 +11,7 @@ from support.calibrated import answers_of, calibration, inputs_seen
 from support.launching import chosen
 from support.zeroed import FAMILIES, KIN, bare_of, empty, logits_of, model_of, uneven
 
-from ds_trainer.cuts import sparse, surgeon
+from ds_trainer.cuts import surgeon
 from ds_trainer.cuts.blocks import cut_blocks, cut_places, uniform_counts
 from ds_trainer.cuts.cut import cut_model, outline
 from ds_trainer.cuts.sizes import cut_sizes
@@ -220,8 +220,7 @@ class AskedAfter(StopRequests):
 def test_a_cut_ends_at_any_look_for_a_request(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one before every batch of every pass, and, where weights are solved, within."""
     spec, solving = CutSpec(**fields), list[int]()
-    for module in (surgeon, sparse):
-        monkeypatch.setattr(module, "stop_if_asked", lambda: solving.append(1) or stop_if_asked())
+    monkeypatch.setattr(surgeon, "stop_if_asked", lambda: solving.append(1) or stop_if_asked())
     with AskedAfter(math.inf) as requests:
         cut(model_of("llama"), GIVEN, spec)
     assert requests.seen >= len(GIVEN.inputs) + len(solving)

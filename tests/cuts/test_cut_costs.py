@@ -6,17 +6,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ds_trainer.cuts import costs
-from ds_trainer.cuts.costs import BatchSize, cut_costs
+from ds_trainer.cuts import cut
+from ds_trainer.cuts.cut import cut_costs
 from ds_trainer.recipe.cut_specs import CutSpec
 
 CPU = torch.device("cpu")
-BATCHES = [BatchSize(32, 512, 32 * 512)] * 16
+BATCHES = [(32, 512)] * 16
 
 
 def test_the_costs_of_7b_need_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shapes on the meta device are enough; the bytes are dominated by the weights in fp32."""
-    monkeypatch.setattr(costs, "seconds", lambda *_: 1.0)
+    monkeypatch.setattr(cut, "seconds", lambda *_: 1.0)
     with torch.device("meta"):
         decoder = LlamaForCausalLM(LlamaConfig())
     expected = cut_costs(decoder, CutSpec(keep=0.5), BATCHES, BATCHES[:2], CPU)

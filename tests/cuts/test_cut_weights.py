@@ -12,7 +12,7 @@ from support.weight_cuts import FAMILIES, SMALL, cut_by_ranks, dealt_calibration
 from support.zeroed import bare_of
 
 from ds_trainer.cuts.cut import cut_model
-from ds_trainer.cuts.sparse import Pattern
+from ds_trainer.cuts.surgeon import Pattern
 from ds_trainer.cuts.weights import cut_weights, fisher_diagonals, shares_of_largest
 from ds_trainer.models.layers import count_weights, encoder_linears, rows_of, whole_totals
 from ds_trainer.ranks.failures import UserError

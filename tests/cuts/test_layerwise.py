@@ -12,8 +12,8 @@ from support.zeroed import FAMILIES, KIN, bare_of, empty, model_of, uneven
 from torch import Tensor
 
 from ds_trainer.cuts.blocks import cut_places, with_grams
-from ds_trainer.cuts.fitting import Fitting, Gram
 from ds_trainer.cuts.layerwise import Layerwise
+from ds_trainer.cuts.surgeon import Fitting, Gram
 from ds_trainer.models.layers import layers_of
 from ds_trainer.models.shrink import shrink
 from ds_trainer.recipe.cut_specs import CutSpec

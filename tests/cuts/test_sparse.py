@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ds_trainer.cuts.sparse import Pattern, admm_mask, masked_least_squares
-from ds_trainer.cuts.surgeon import output_error
+from ds_trainer.cuts.surgeon import Pattern, admm_mask, masked_least_squares, output_error
 
 WEIGHTS, FOUR, BLOCKS = Pattern(), Pattern(group=4), Pattern(block=(4, 3))
 

@@ -19,7 +19,7 @@ from ds_trainer.deploy.benchmark import ONLY, add_speed_ups, cases_of, measure, 
 from ds_trainer.deploy.latency import FOR_P95, bytes_by_form, bytes_on_disk, eager, fit_in_memory, in_turns, summary
 from ds_trainer.files.tables import aligned
 from ds_trainer.models.costs import encoder_flops
-from ds_trainer.models.model_folder import COMPACT_FILE
+from ds_trainer.models.folders import COMPACT_FILE
 from ds_trainer.models.pretrained import load_trained
 from ds_trainer.ranks import machine
 from ds_trainer.tasks.registry import build_task

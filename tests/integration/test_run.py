@@ -16,7 +16,7 @@ from ds_trainer.cli.evaluate import evaluate_command, read_evaluate_job
 from ds_trainer.cli.export import export_command, read_export_job
 from ds_trainer.files.checkpoint_files import read_marker, write_marker
 from ds_trainer.files.run_folder import RunFolder
-from ds_trainer.models.model_folder import COMPACT_FILE
+from ds_trainer.models.folders import COMPACT_FILE
 from ds_trainer.ranks import machine
 from ds_trainer.recipe.saved_checkpoint import is_checkpoint
 

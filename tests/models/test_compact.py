@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from ds_trainer.models import compact
 from ds_trainer.models.compact import read_compact, unpack_compact, write_compact, write_compact_folder
-from ds_trainer.models.folders import save_folder
+from ds_trainer.models.folders import COMPACT_FILE, save_folder
 from ds_trainer.models.layers import sizes_of
-from ds_trainer.models.model_folder import COMPACT_FILE
 from ds_trainer.models.pretrained import load_trained
 from ds_trainer.ranks.failures import UserError
 

@@ -17,8 +17,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import ds_trainer
 from ds_trainer.cli.command import run_command
-from ds_trainer.models.folders import save_folder, train_tokenizer
-from ds_trainer.models.model_folder import folder_mistakes
+from ds_trainer.models.folders import folder_mistakes, save_folder, train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.recipe.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.recipe.trust import Trust
@@ -136,7 +135,7 @@ def test_the_checks_of_the_files_load_no_torch(copied):
 import sys
 from pathlib import Path
 from ds_trainer.recipe.trust import Trust
-from ds_trainer.models.model_folder import folder_mistakes
+from ds_trainer.models.folders import folder_mistakes
 assert folder_mistakes(Path({str(copied)!r}), Trust()) == []
 print("torch" in sys.modules)
 """

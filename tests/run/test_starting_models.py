@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ds_trainer.cuts.cut_folder import CutResult, cut_of
+from ds_trainer.cuts.cut import CutResult, cut_of
 from ds_trainer.models.layers import sizes_of
 from ds_trainer.models.pretrained import CLASSIFIER, load_with_head
 from ds_trainer.ranks import distributed

@@ -9,7 +9,7 @@ import torch
 from support.zeroed import inputs_of
 from torch import Tensor
 
-from ds_trainer.cuts.layerwise import Calibration
+from ds_trainer.cuts.calibration import Calibration
 
 CPU = torch.device("cpu")
 

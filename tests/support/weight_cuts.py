@@ -8,7 +8,7 @@ import sys
 import torch
 import transformers
 
-from ds_trainer.cuts.layerwise import Calibration
+from ds_trainer.cuts.calibration import Calibration
 from ds_trainer.cuts.weights import cut_weights
 from ds_trainer.ranks import distributed
 from ds_trainer.recipe.cut_specs import CutSpec

@@ -25,9 +25,8 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
 from ds_trainer.models.folders import train_tokenizer
-from ds_trainer.models.layers import encoder_linears
+from ds_trainer.models.layers import encoder_linears, set_recomputing
 from ds_trainer.models.pretrained import CLASSIFIER
-from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
 from ds_trainer.recipe.recipe import GroupRule, Phase, parse_recipe

@@ -12,8 +12,8 @@ from support.launching import ROOT
 from support.lm_files import LINES, bytes_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from ds_trainer.models.layers import set_recomputing
 from ds_trainer.models.pretrained import load_tokenizer
-from ds_trainer.models.recomputing import set_recomputing
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.lm.lm_task import LmTask

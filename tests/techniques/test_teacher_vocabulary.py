@@ -10,7 +10,7 @@ from support.tiny_tokenizers import SENTENCES, byte_pairs, word_pieces
 from support.zeroed import FAMILIES, randomised
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
-from ds_trainer.cuts.task_vocabulary import cut_vocabulary_for
+from ds_trainer.cuts.vocabulary import cut_vocabulary_for
 from ds_trainer.models.folders import save_folder
 from ds_trainer.recipe.cut_specs import VocabularySpec
 from ds_trainer.recipe.recipe import parse_task

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ds_trainer.files.writing import write_whole
+from ds_trainer.models.folders import as_user_error
 from ds_trainer.models.layers import encoder_layers
-from ds_trainer.models.loading import as_user_error
 from ds_trainer.models.pretrained import TOKEN_CLASSIFIER, load_trained
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.exit_specs import EXITS_FILE, Criterion, ExitPolicy, Pooling, SavedExits, check_policy

@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.models.layers import AnyLinear, rows_of
-from ds_trainer.models.recomputing import is_recomputing
+from ds_trainer.models.layers import AnyLinear, is_recomputing, rows_of
 from ds_trainer.ranks.failures import NonFiniteLossError
 from ds_trainer.tasks.losses import hard_concrete, hard_concrete_slope, score_penalty, score_penalty_slope
 
