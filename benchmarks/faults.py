@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from figures import is_quick
-from support.forked_ranks import ForkServer
+from support.forked_ranks import ForkServer, warm_server
 from support.killing import Kill, alike, arguments, finish, kill_often, trained, write
 from support.launching import WORDS
 
@@ -98,8 +98,8 @@ def main() -> None:
     if flags.quick:
         flags.kills = flags.others = 1
     rows = []
-    with tempfile.TemporaryDirectory() as place, ForkServer() as server:
-        folder, begun = Path(place), time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        folder, begun, server = Path(place), time.monotonic(), warm_server()
         words = arguments(recipe_in(folder), EVERY, STEPS)
         whole = folder / "whole"
         finish(server, whole, words)

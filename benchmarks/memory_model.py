@@ -8,6 +8,8 @@ activations of BERT-base at 128 tokens with gradient checkpointing over those wi
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -19,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from figures import ROOT, Figure, is_quick, report
-from support.forked_ranks import ForkServer
 
+from ds_trainer.cli.command import run_command
+from ds_trainer.cli.train import train_command
 from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.registry import training_texts
 from ds_trainer.tasks.text import docstrings
@@ -78,11 +81,12 @@ def commands(folder: Path, ranks: int) -> Iterator[tuple[tuple[str, str, int], l
 
 
 def done_of(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process that has held nothing yet or, where the run is quick, in one that has loaded all."""
+    """Run a command in a process that has held nothing yet; where the run is quick, in this process."""
     if not is_quick():
         return subprocess.run(command, capture_output=True, text=True)
-    with ForkServer() as forks:
-        return forks.run_script(0, command[1:], timeout=300)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = run_command(train_command, command[2:])
+    return subprocess.CompletedProcess(command, code, printed.getvalue(), "")
 
 
 def measured(command: list[str], out: Path) -> tuple[dict[str, Any], int]:
@@ -104,7 +108,8 @@ def main() -> None:
         (folder / "text.txt").write_text("\n".join(" ".join(text.split()) for text in training_texts(TextSpec())))
         cases = dict(commands(folder, ranks))
         outs = [folder / f"out{index}" for index in range(len(cases))]
-        results = dict(zip(cases, pool.map(measured, cases.values(), outs), strict=True))
+        mapped = map if is_quick() else pool.map  # a command handles signals, so it needs the main thread
+        results = dict(zip(cases, mapped(measured, cases.values(), outs), strict=True))
     print(f"| model | precision | {' | '.join(f'ZeRO {stage}' for stage in STAGES)} |\n|---|---|{'---|' * len(STAGES)}")
     for model, precision in product(MODELS, PRECISIONS):
         pairs = [results[model, precision, stage] for stage in STAGES]

@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
-from support.forked_ranks import ForkServer, close_warm_server, warm_server
+from support.forked_ranks import ForkServer, warm_server
 from support.launching import EXHAUSTIVE, SHARED, WORDS, tag_of
 
 # before torch is imported: tiny models gain nothing from threads, which on a busy machine wait for each other
@@ -30,10 +30,6 @@ def pytest_configure(config):
         os.environ[EXHAUSTIVE] = "1"
     # pytest-xdist would start with the modules of many tests, which are the short ones
     config.option.loadscopereorder = False
-
-
-def pytest_sessionfinish():
-    close_warm_server()
 
 
 def pytest_collection_modifyitems(items):

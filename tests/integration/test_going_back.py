@@ -67,7 +67,6 @@ def test_a_run_does_what_is_asked_or_says_why_not_and_stays_as_it_was(server, wo
     run = server.run(2, folder, *longer, "--resume")
     assert run.wait_until(lambda: f"\nprune: step {step_of(newest) + 2} " in run.text)
     run.kill()
-    run.codes()
     again = finish(server, folder, longer)
     assert resumed_at(again) >= step_of(newest)
     assert json.loads((folder / "all_results.json").read_text())["prune"]["train"]["steps"] == STEPS + 4

@@ -2,7 +2,7 @@
 
 They are real processes with the real engine, and start in a tenth of a second, so that a test can afford many, and can
 afford to kill them. As a script, this is the process they are forked from: it reads requests as JSON lines and answers
-with the ids of the ranks, then with how they ended.
+with the ids of the processes, then with how they ended. It ends with the process that has started it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
-from support.launching import ROOT, environment, free_port
+from support.launching import ROOT, Done, environment, free_port
 
 LOADED_ONCE = (
     "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "markdown_it",
+    "matplotlib.backends.backend_agg",
+    "torch.utils.cpp_extension",
+    "torch.utils.tensorboard",
     "torchmetrics.functional",
     "transformers.models.bert.modeling_bert",
     "ds_trainer.cli.train",
@@ -38,8 +43,8 @@ LOADED_ONCE = (
 """The modules that a run loads, so that no rank loads them again."""
 
 
-class ForkedRanks:
-    """One run: its ranks, in order, and what they wrote."""
+class ForkedRun:
+    """A script on its ranks, in order, and what they print."""
 
     def __init__(self, server: ForkServer, pids: list[int], log: Path, output: Path) -> None:
         self.server, self.pids, self.log, self.output = server, pids, log, output
@@ -49,51 +54,37 @@ class ForkedRanks:
         return self.log.read_text(errors="replace") if self.log.exists() else ""  # the ranks make it
 
     def kill(self) -> None:
-        """All of them at once, as when the power fails."""
+        """Kill all ranks at once, as when the power fails."""
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
-
-    def alive(self) -> bool:
-        """Whether any has not ended; a zombie, until the server is asked, has."""
-        return any(_is_alive(pid) for pid in self.pids)
+        self.codes()
 
     def wait_until(self, reached, seconds: float = 120) -> bool:
-        """Until `reached()`, or until the run has ended: False then."""
+        """Wait until `reached()`; where the run ends before, return False."""
         end = time.monotonic() + seconds
         while not reached():
-            if not self.alive():
+            if not any(_is_alive(pid) for pid in self.pids):
                 return bool(reached())
             assert time.monotonic() < end, f"not reached in {seconds} s:\n{self.text[-4000:]}"
             time.sleep(0.002)
         return True
 
     def codes(self) -> list[int]:
-        """The ranks' exit codes, once all have ended; negative for a signal."""
-        codes = self.server.ask({"end": self.pids})
-        self.server.running.difference_update(self.pids)
-        return codes
+        """The exit codes of all ranks, once they have ended; negative for a signal."""
+        return self.server.ask({"end": self.pids})
+
+    def code(self, seconds: float) -> int | None:
+        """The exit code as of DeepSpeed's launcher: when a rank fails, the others are ended. None is a timeout."""
+        return self.server.ask({"end": self.pids, "seconds": seconds})
 
 
 class ForkServer:
-    """Starts runs, one after the other or several at once. To be used as a context."""
+    """Starts runs, one after the other or several at once. It ends when it is left, or with this process."""
 
-    def __enter__(self) -> ForkServer:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            cwd=ROOT,
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.running: set[int] = set()
+    def __init__(self) -> None:
+        command, pipe = [sys.executable, __file__], subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=pipe, stdout=pipe, text=True)
         assert self._answer() == "ready"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _signal({pid for pid in self.running if _is_alive(pid)}, signal.SIGKILL)  # of a test that failed
-        self.process.kill()
-        self.process.wait()
 
     def run(
         self,
@@ -102,34 +93,39 @@ class ForkServer:
         *arguments: str,
         engine: str = "ds_configs/zero2.json",
         sabotage: dict[int, str] | None = None,
-    ) -> ForkedRanks:
+    ) -> ForkedRun:
         """Start `launch/train.py` on so many ranks; `sabotage` is code that a rank runs before."""
         log = output.with_name(f"{output.name}.{time.monotonic_ns()}.txt")
-        words = ["--deepspeed_config", engine, "--output_dir", str(output), *arguments]
-        asked = {"ranks": ranks, "port": free_port(), "log": str(log), "arguments": words}
-        pids = self.ask(asked | {"sabotage": {str(rank): code for rank, code in (sabotage or {}).items()}})
-        self.running.update(pids)
-        return ForkedRanks(self, pids, log, output)
+        words = ["launch/train.py", "--deepspeed_config", engine, "--output_dir", str(output), *arguments]
+        return self.start(ranks, words, (log, log), sabotage)
 
-    def run_script(self, ranks: int, words: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
-        """Run a script to its end on so many ranks, or on 0 as a process without ranks.
+    def start(
+        self, ranks: int, words: list[str], logs: tuple[Path, Path], sabotage: dict[int, str] | None = None
+    ) -> ForkedRun:
+        """Start a script on so many ranks, or on 0 as a process without ranks; standard output and error go to `logs`.
 
-        When a rank fails, the others are ended as DeepSpeed's launcher ends them, and its exit code is the result's.
+        Every process leads a session, as under DeepSpeed's launcher.
         """
+        request = {"ranks": ranks, "port": free_port(), "words": words, "environment": environment()}
+        request |= {
+            "logs": list(map(str, logs)),
+            "sabotage": {str(rank): code for rank, code in (sabotage or {}).items()},
+        }
+        pids = self.ask(request)
+        output = Path(words[words.index("--output_dir") + 1]) if "--output_dir" in words else logs[0]
+        return ForkedRun(self, pids, logs[1], output)
+
+    def run_to_its_end(self, ranks: int, words: list[str], timeout: float) -> Done:
         with tempfile.TemporaryDirectory() as folder:
-            files = [Path(folder, name) for name in ("stdout", "stderr")]
-            request = {"ranks": ranks, "port": free_port(), "script": words, "environment": environment()}
-            pids = self.ask(request | {"files": list(map(str, files)), "timeout": timeout})
-            self.running.update(pids)
-            code = self._answer()
-            self.running.difference_update(pids)
-            texts = [file.read_text(errors="replace") for file in files]
+            logs = (Path(folder, "stdout"), Path(folder, "stderr"))
+            code = self.start(ranks, words, logs).code(timeout)
+            texts = [log.read_text(errors="replace") for log in logs]
         if code is None:
             raise subprocess.TimeoutExpired(words, timeout, *texts)
         return subprocess.CompletedProcess(words, code, *texts)
 
     def ask(self, request):
-        """Send a request to the server, and return its first answer."""
+        """Send a request to the server, and return its answer."""
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return self._answer()
@@ -139,6 +135,7 @@ class ForkServer:
 
 
 def _is_alive(pid: int) -> bool:
+    """Whether a process has not ended; a zombie, until the server is asked, has."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text()
         return text[text.rindex(")") + 2] not in "ZX"
@@ -147,52 +144,35 @@ def _is_alive(pid: int) -> bool:
 
 @cache
 def warm_server() -> ForkServer:
-    """The server that the tests of this process share; `close_warm_server` ends it."""
-    return ForkServer().__enter__()
-
-
-def close_warm_server() -> None:
-    if warm_server.cache_info().currsize:
-        warm_server().__exit__()
-        warm_server.cache_clear()
+    """The server that the tests of this process share."""
+    return ForkServer()
 
 
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # DeepSpeed writes there as it is loaded
-
-    def say(value) -> None:
-        print(json.dumps(value), file=answers, flush=True)
-
     for name in LOADED_ONCE:
         importlib.import_module(name)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("bert")  # compiles a thousand patterns
     gc.freeze()  # else each rank's first collections go through, and so copy, all that the libraries made
-    say("ready")
+    print('"ready"', file=answers, flush=True)
+    forks: set[int] = set()
     for line in sys.stdin:
-        for answer in _answers(json.loads(line)):
-            say(answer)
+        request = json.loads(line)
+        if "words" in request:
+            answer = [_fork(request, rank) for rank in range(max(1, request["ranks"]))]
+            forks.update(answer)
+        else:
+            forks.difference_update(request["end"])
+            answer = _end_of(request["end"], request["seconds"]) if "seconds" in request else _codes_of(request["end"])
+        print(json.dumps(answer), file=answers, flush=True)
+    _signal(forks, signal.SIGKILL)  # of a test that failed
 
 
-def _answers(request: dict) -> Iterator[object]:
-    if "end" in request:
-        yield [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in request["end"]]
-    elif "script" in request:
-        pids = [_fork(_be_script, request, rank) for rank in range(max(1, request["ranks"]))]
-        yield pids
-        yield _end_of(pids, request["timeout"])
-    else:
-        yield [_fork(_be_rank, request, rank) for rank in range(request["ranks"])]
-
-
-def _fork(become: Callable[[dict, int], NoReturn], request: dict, rank: int) -> int:
-    sys.stdout.flush()  # what it holds is not the fork's to write
-    pid = os.fork()
-    if not pid:
-        become(request, rank)
-    return pid
+def _codes_of(pids: list[int]) -> list[int]:
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
 def _end_of(pids: list[int], seconds: float) -> int | None:
@@ -210,8 +190,7 @@ def _end_of(pids: list[int], seconds: float) -> int | None:
             told = float("inf")
         if running and time.monotonic() > end:
             _signal(running, signal.SIGKILL)
-            for late in running:
-                os.waitpid(late, 0)
+            _codes_of(list(running))
             return code or None
         time.sleep(0.005)
     return code
@@ -223,32 +202,32 @@ def _signal(pids: set[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _be_rank(request: dict, rank: int) -> NoReturn:
+def _fork(request: dict, rank: int) -> int:
+    sys.stdout.flush()  # what it holds is not the fork's to write
+    pid = os.fork()
+    if not pid:
+        _become(request, rank)
+    return pid
+
+
+def _become(request: dict, rank: int) -> NoReturn:
+    """Run the request's script as a rank that DeepSpeed's launcher has started, or as a process without ranks."""
     os.setsid()
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.environ.update(_place(request, rank))
-    from ds_trainer.cli.command import run_command
-    from ds_trainer.cli.train import train_command
-    from ds_trainer.ranks.distributed import leave
-
-    exec(request["sabotage"].get(str(rank), ""), {})
-    leave(run_command(train_command, request["arguments"]))
-
-
-def _be_script(request: dict, rank: int) -> NoReturn:
-    for stream, name in enumerate(request["files"], start=1):
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # else a process that stays keeps the server's requests
+    for stream, name in enumerate(request["logs"], start=1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.clear()
     os.environ.update(request["environment"])
-    script, *arguments = request["script"]
+    script, *arguments = request["words"]
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
     if request["ranks"]:
-        os.environ.update(_place(request, rank))
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "LOCAL_SIZE": request["ranks"]}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "CROSS_RANK": 0, "CROSS_SIZE": 1}
+        os.environ.update({name: str(value) for name, value in place.items()})
         sys.argv.insert(1, f"--local_rank={rank}")
     code: object = 1
     try:
+        exec(request["sabotage"].get(str(rank), ""), {})
         runpy.run_path(script, run_name="__main__")
         code = 0
     except SystemExit as end:
@@ -257,13 +236,6 @@ def _be_script(request: dict, rank: int) -> NoReturn:
         traceback.print_exc()
     sys.stdout.flush()
     os._exit(code if isinstance(code, int) else 1)
-
-
-def _place(request: dict, rank: int) -> dict[str, str]:
-    """The environment variables by which DeepSpeed's launcher tells a rank its place."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "LOCAL_SIZE": request["ranks"]}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "CROSS_RANK": 0, "CROSS_SIZE": 1}
-    return {name: str(value) for name, value in place.items()}
 
 
 if __name__ == "__main__":

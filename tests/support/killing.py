@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from support.forked_ranks import ForkedRanks, ForkServer
+from support.forked_ranks import ForkedRun, ForkServer
 
 from ds_trainer.engine.checkpoint import Checkpoints, step_of
 
@@ -58,14 +58,13 @@ def kill_often(server: ForkServer, output: Path, words: list[str], kills: int, r
             _check_finished(run)
             break
         run.kill()
-        run.codes()
         _check_resumed(run, found[-1].newest if found else 0)
         steps = [step_of(path) for path in _whole(output)]
         found.append(Kill(max(steps, default=0), _saving(output), trained(output)))
     return found
 
 
-def finish(server: ForkServer, output: Path, words: list[str]) -> ForkedRanks:
+def finish(server: ForkServer, output: Path, words: list[str]) -> ForkedRun:
     newest = max(map(step_of, _whole(output)), default=0)
     run = server.run(2, output, *words, "--resume")
     _check_finished(run)
@@ -73,13 +72,13 @@ def finish(server: ForkServer, output: Path, words: list[str]) -> ForkedRanks:
     return run
 
 
-def _check_resumed(run: ForkedRanks, newest: int) -> None:
+def _check_resumed(run: ForkedRun, newest: int) -> None:
     """A run that came to training went on from the newest checkpoint: nothing that was saved is lost."""
     if f"\n{PHASE}: step " in run.text:
         assert resumed_at(run) == newest, run.text[-4000:]
 
 
-def resumed_at(run: ForkedRanks) -> int:
+def resumed_at(run: ForkedRun) -> int:
     """The step at which a run says that it goes on; 0 where it starts."""
     lines = [line for line in run.text.splitlines() if line.startswith(f"{PHASE}: resumed from ")]
     return int(lines[0].rpartition(" ")[2]) if lines else 0
@@ -126,7 +125,7 @@ def _saving(output: Path) -> bool:
     return output.is_dir() and any(name.endswith(".saving") for name in os.listdir(output))
 
 
-def _check_finished(run: ForkedRanks) -> None:
+def _check_finished(run: ForkedRun) -> None:
     codes = run.codes()
     assert codes == [0, 0], f"{codes}:\n{run.text[-4000:]}"
     assert status_of(run.output)["state"] == "finished"

@@ -43,14 +43,14 @@ def run_deepspeed(ranks: int, script: str, *arguments: str, timeout: float = 420
     """
     from support.forked_ranks import warm_server
 
-    return warm_server().run_script(ranks, [script, *arguments], timeout)
+    return warm_server().run_to_its_end(ranks, [script, *arguments], timeout)
 
 
 def run_script(script: str, *arguments: str, timeout: float = 300) -> Done:
     """`python SCRIPT ARGUMENTS` from the root, forked."""
     from support.forked_ranks import warm_server
 
-    return warm_server().run_script(0, [script, *arguments], timeout)
+    return warm_server().run_to_its_end(0, [script, *arguments], timeout)
 
 
 def run_python(*arguments: str, timeout: float = 300) -> Done:
