@@ -92,7 +92,7 @@ OF_TASKS = {
 }
 """For each task the test that proves a technique, or a word on why there is none."""
 TOGETHER = {
-    "prune": "topK|global|threshold|sigmoied|magnitude|l0|static|hybrid.*|mixed|cut|block",
+    "prune": "topK|global|threshold|sigmoied|magnitude|l0|static|hybrid.*|mixed|block",
     "distill": "distill|layers|partitioned|whole|filled",
     "exits": "exits-.*|heads",
     "prune + distill": "both|",

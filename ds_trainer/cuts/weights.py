@@ -1,8 +1,8 @@
 """Write zeros in the linear layers of a trained model, and refit the weights that are kept.
 
 Single weights, blocks, or two of every four: a model of the same shape with fewer weights, for compact files, for
-kernels that skip blocks, or to be trained further (`keep_zeros`, or `prune` from these masks). Matrices are cut in the
-order in which the model computes them, each on the inputs that it gets from those that are cut already.
+kernels that skip blocks, or to be trained further (`keep_zeros`). Matrices are cut in the order in which the model
+computes them, each on the inputs that it gets from those that are cut already.
 
 How much each matrix keeps is decided by the diagonal of the empirical Fisher matrix: if a weight w of a trained model
 is removed, the loss grows by about w^2 F / 2, where F is the mean over examples of the squared derivative of an

@@ -76,15 +76,9 @@ class PruneSpec(Strict):
         [32, 32], description="outputs and inputs of the granularity block; blocks at an edge may be smaller"
     )
     modules: list[str] | None = Field(None, min_length=1, description="name patterns of the linear layers to prune")
-    mask_init: Literal["constant", "uniform", "kaiming", "cut"] = Field(
-        "constant", description='"cut" starts topK from the zeros of the model, which a cut has made'
-    )
-    mask_scale: float = Field(
-        0.0, description="the constant, or half of the range; 1 for threshold, 2.197 for l0, 0.1 for cut (zeros: -0.1)"
-    )
-    initial_threshold: float | None = Field(
-        1.0, description="by default 0 for threshold and sigmoied_threshold; null for cut: the model's density"
-    )
+    mask_init: Literal["constant", "uniform", "kaiming"] = Field("constant", description="the scores at the start")
+    mask_scale: float = Field(0.0, description="the constant, or half of the range; 1 for threshold, 2.197 for l0")
+    initial_threshold: float = Field(1.0, description="by default 0 for threshold and sigmoied_threshold")
     final_threshold: float = Field(
         0.15, description="the share to keep; or what scores must exceed, by default 0.1; null means the default"
     )
@@ -117,32 +111,27 @@ class PruneSpec(Strict):
             given["pruning_method"] = "sigmoied_threshold"
         if given.get("regularization") == "null":  # as the original scripts write it
             given["regularization"] = None
-        defaults: dict[str, float | None] = dict(_DEFAULTS.get(str(given.get("pruning_method", "topK")), {}))
-        if data.get("mask_init") == "cut":
-            defaults |= {"initial_threshold": None, "mask_scale": 0.1}
-        return defaults | given
+        if given.get("mask_init") == "cut":
+            raise UserError('mask_init "cut" was removed in 0.3: train the zeros of a cut on with keep_zeros')
+        return _DEFAULTS.get(str(given.get("pruning_method", "topK")), {}) | given
 
     def mistakes(self) -> Iterator[str]:
         method, granularities = self.pruning_method, {*self.choices.values()}
         initial, final = self.initial_threshold, self.final_threshold
         for name, share in (("initial_threshold", initial), ("final_threshold", final)):
-            if method in BY_SHARE and share is not None and not 0 < share <= 1:
+            if method in BY_SHARE and not 0 < share <= 1:
                 yield f"{name} is {share}: {method} takes the share to keep, in (0, 1]"
         if self.global_topk and method not in BY_SHARE:
             yield f"global_topk goes with topK or magnitude, not with {method}"
         if self.global_topk and "weight" in granularities and len(granularities) > 1:
             others = listed(sorted(granularities - {"weight"}))
             yield f"global_topk compares like with like, and weight is mixed with {others}"
-        if self.mask_init == "cut" and (method != "topK" or granularities - {"weight", "block"}):
-            yield "mask_init cut goes with topK, and granularity weight or block: change one of them"
-        if self.mask_init == "cut" and self.mask_scale <= 0:
-            yield f"mask_scale is {self.mask_scale}: mask_init cut needs it above 0, to tell kept weights from zeros"
         if method == "magnitude" and (self.regularization or not self.train_weights):
             field = "regularization" if self.regularization else "train_weights false"
             yield f"{field} needs learned scores, and magnitude has none: drop it, or set pruning_method to topK"
         if self.final_lambda is not None and not self.regularization:
             yield 'final_lambda weighs a penalty, and there is none: set regularization to "l1" or "l0"'
-        if self.regularization and (final == 0 or (initial or 0) * final < 0):
+        if self.regularization and (final == 0 or initial * final < 0):
             yield (
                 f"initial_threshold is {initial} and final_threshold {final}: the penalty is scaled by threshold / "
                 "final_threshold, and would be divided by 0 or begin as a reward: raise them"

@@ -4,8 +4,7 @@ from ds_trainer.recipe.technique_specs import Techniques
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.exits.exits import Exits
-from ds_trainer.techniques.prune.keep_zeros import KeepZeros
-from ds_trainer.techniques.prune.prune import Prune
+from ds_trainer.techniques.prune.prune import KeepZeros, Prune
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 TECHNIQUES: dict[str, type[Technique]] = {

@@ -1,7 +1,7 @@
 """The interface of a technique: one paper, one object, layered on a model and a task that it gets as values.
 
 To write one, subclass `Technique`, override the hooks it needs, and add the class to `registry.TECHNIQUES`, or to the
-`TECHNIQUES` of a plugin. Every hook does nothing by default. `prune/keep_zeros.py` is the shortest technique,
+`TECHNIQUES` of a plugin. Every hook does nothing by default. `KeepZeros` in `prune/prune.py` is the shortest technique,
 `distill/distill.py` one with loss terms.
 """
 

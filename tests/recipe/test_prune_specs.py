@@ -31,13 +31,10 @@ def test_a_granularity_by_key(granularity, choices):
 
 @pytest.mark.parametrize("method", ["topK", "magnitude", "threshold", "sigmoied_threshold", "l0"])
 def test_null_in_a_threshold_is_the_default_of_the_method(method):
-    """And all can be written back, also with the threshold that only a cut model knows."""
+    """And all can be written back."""
     spec = parse(pruning_method=method)
     assert parse(pruning_method=method, initial_threshold=None, final_threshold=None) == spec
     assert parse(**spec.model_dump()) == spec
-    cut = parse(mask_init="cut", final_threshold=0.1)
-    assert (cut.initial_threshold, cut.mask_scale) == (None, 0.1)
-    assert parse(**cut.model_dump()) == cut
 
 
 @pytest.mark.parametrize(
@@ -51,9 +48,7 @@ def test_null_in_a_threshold_is_the_default_of_the_method(method):
         ({"granularity": {"attention": "head", "*": "weight"}, "global_topk": True}, ["like with like", "head"]),
         ({"granularity": "block", "block_shape": [4]}, ["block_shape", "at least 2"]),
         ({"granularity": "block", "block_shape": [0, 4]}, ["block_shape", "greater than 0"]),
-        ({"mask_init": "cut", "pruning_method": "magnitude"}, ["mask_init cut goes with topK"]),
-        ({"mask_init": "cut", "granularity": "hybrid"}, ["and granularity weight or block"]),
-        ({"mask_init": "cut", "mask_scale": 0.0}, ["mask_init cut needs it above 0"]),
+        ({"mask_init": "cut", "initial_threshold": None}, ['mask_init "cut" was removed in 0.3', "keep_zeros"]),
         ({"final_threshold": 0.0}, ["final_threshold is 0.0: topK takes the share to keep"]),
         ({"initial_threshold": 1.5, "pruning_method": "magnitude"}, ["initial_threshold is 1.5", "in (0, 1]"]),
         ({"granularity": {"attention": "2:4"}}, ["2:4 was removed in 0.3", 'a cut with "granularity": "2:4"']),

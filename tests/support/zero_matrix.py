@@ -25,7 +25,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
 from ds_trainer.models.folders import train_tokenizer
-from ds_trainer.models.layers import encoder_linears, set_recomputing
+from ds_trainer.models.layers import set_recomputing
 from ds_trainer.models.pretrained import CLASSIFIER
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
@@ -61,7 +61,6 @@ METHODS = {
     "hybrid-global": {"granularity": "hybrid", "final_threshold": 0.5} | _GLOBAL,
     "mixed": _SPREAD | {"granularity": _MIXED, "block_shape": [8, 12], "final_threshold": 0.5},
     "hybrid-threshold": _HYBRID | {"pruning_method": "threshold", "final_threshold": 0.005, "mask_scale": 0.02},
-    "cut": {"mask_init": "cut", "mask_scale": 0.01, "final_threshold": 0.3},
     "block": {"granularity": "block", "block_shape": [8, 12], "final_threshold": 0.4, "mask_init": "kaiming"},
 }
 _LAYERS = {"cos": 0.5, "hidden": 0.3}
@@ -207,9 +206,6 @@ def build(case: Case):
     techniques = build_techniques(phase.techniques, PhaseLength(STEPS, 1, seed=5), ToyTask())
     kind = AutoModelForTokenClassification if method == "exits-tokens" else AutoModelForSequenceClassification
     model = kind.from_config(bert(num_hidden_layers=3 if method in EXITS else 2))
-    if method == "cut":
-        for linear in encoder_linears(model).values():
-            linear.weight.data[:, ::2] = 0
     if method in LEFT:
         model = shrink(empty(model, LEFT[method]))
     set_recomputing(model, method != case.method)

@@ -54,11 +54,6 @@ class Site:
         """Return the mask that keeps these decisions, bools in any shape."""
         return GateMask(gates.view(self.shape).to(self.linear.weight.device), grain=self.grain)
 
-    def nonzero(self) -> Tensor:
-        """Return which decisions have a weight other than zero: bools of the scores' shape. The weight is whole."""
-        nonzero = self.linear.weight.detach() != 0
-        return nonzero if self.grain is None else self.grain.sums(nonzero.float()) > 0
-
     def magnitudes(self, outer: Tensor) -> Tensor:
         """Return the root mean square of each decision's weights in all its matrices, in the scores' shape.
 
