@@ -18,9 +18,9 @@ from typing import Any
 from figures import ROOT, SHARED, Figure, bert_shape, is_quick, report, run_flags, with_spread
 
 from ds_trainer import train
-from ds_trainer.files.json_file import read_json
-from ds_trainer.files.tables import markdown
-from ds_trainer.report.status import STATUS_FILE
+from ds_trainer.files.messages import markdown
+from ds_trainer.files.reading import read_json
+from ds_trainer.report.log import STATUS_FILE
 from tools.markers import write_rows
 
 RECIPES = ROOT / "ds_configs" / "recipes"

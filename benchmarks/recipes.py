@@ -20,8 +20,8 @@ from cut_quality import RECIPES, finished, shorten, start
 from figures import ROOT, SHARED, is_quick, milliseconds, run_flags, with_spread
 
 from ds_trainer import train
-from ds_trainer.files.json_file import read_json
-from ds_trainer.files.tables import markdown
+from ds_trainer.files.messages import markdown
+from ds_trainer.files.reading import read_json
 from tools.markers import write_rows
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ds_trainer.cli import evaluate as evaluating
 from ds_trainer.cli import export as exporting
 from ds_trainer.cli import train as training
-from ds_trainer.files.tables import aligned
-from ds_trainer.files.write_places import cache_place
+from ds_trainer.files.messages import aligned
+from ds_trainer.files.run_folder import cache_place
 from ds_trainer.ranks.distributed import show_log
 from ds_trainer.recipe.recipe import Recipe
 from ds_trainer.recipe.saved_checkpoint import is_checkpoint, read_checkpoint
@@ -84,7 +84,7 @@ def train(
     files = {"recipe": recipe, "deepspeed_config": deepspeed_config or _ENGINE_FILE}
     job = training.read_train_job(words, **files, output_dir=output_dir)
     results = training.train(job)
-    from ds_trainer.report.log import results_table
+    from ds_trainer.report.results import results_table
 
     return Results(results, results_table)
 

@@ -22,11 +22,10 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ds_trainer import __version__
-from ds_trainer.files.json_file import parse_json, read_json
 from ds_trainer.files.messages import shortened, shown
+from ds_trainer.files.reading import parse_json, read_json
 from ds_trainer.files.redaction import redacted
-from ds_trainer.files.run_folder import RUN_LIST
-from ds_trainer.files.write_places import cache_place
+from ds_trainer.files.run_folder import RUN_LIST, cache_place
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError, UserError, exit_code, raise_mistakes
 from ds_trainer.recipe.recipe import Recipe, parse_recipe, parse_task

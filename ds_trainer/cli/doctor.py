@@ -28,11 +28,10 @@ from typing import Any
 
 from ds_trainer.cli import probe
 from ds_trainer.cli.command import PROJECT, Mistakes, Parser
-from ds_trainer.files.messages import quoted
+from ds_trainer.files.messages import Row, aligned, quoted
 from ds_trainer.files.reading import read_file
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import check_output_folder
-from ds_trainer.files.tables import Row, aligned
 from ds_trainer.files.writing import existing_above
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 

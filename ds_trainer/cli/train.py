@@ -15,10 +15,9 @@ from typing import Any, get_args
 from ds_trainer.cli.command import Mistakes, Parser, read_source, shipped_engine, shipped_recipe
 from ds_trainer.engine.engine_file import check_engine_file, read_engine_file
 from ds_trainer.engine.keys import key_table
-from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import cut, shown
-from ds_trainer.files.run_folder import check_output_folder
-from ds_trainer.files.write_places import cache_place, environment_of, placed_engine_file
+from ds_trainer.files.reading import read_json
+from ds_trainer.files.run_folder import cache_place, check_output_folder, environment_of, placed_engine_file
 from ds_trainer.models.folders import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.debugging import wait_for_debugger

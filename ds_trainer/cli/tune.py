@@ -17,8 +17,8 @@ from ds_trainer.cli.doctor import doctor_command, read_hostfile
 from ds_trainer.cli.train import FIELDS, apply_flags, read_train_job, source_mistakes, train_parser
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, read_engine_file
 from ds_trainer.engine.keys import key_table
-from ds_trainer.files.json_file import parse_json, read_json
 from ds_trainer.files.messages import listed, shown
+from ds_trainer.files.reading import parse_json, read_json
 from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.jobs import TrainJob, TuneJob, ValueRange

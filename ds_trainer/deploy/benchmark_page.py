@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.deploy.latency import FOR_P95
-from ds_trainer.files.tables import aligned, markdown
+from ds_trainer.files.messages import aligned, markdown
 from ds_trainer.files.writing import write_json, write_whole
 from ds_trainer.ranks import distributed
 from ds_trainer.recipe.jobs import OF_THE_TASK

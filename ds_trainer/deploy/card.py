@@ -16,10 +16,10 @@ import ds_trainer
 from ds_trainer.cuts.cut import CUT_FILE
 from ds_trainer.deploy.latency import bytes_on_disk
 from ds_trainer.deploy.onnx_lines import onnx_lines
+from ds_trainer.files.messages import markdown
 from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import CARD, CARD_MARK, is_own_card
-from ds_trainer.files.tables import markdown
 from ds_trainer.files.writing import write_whole
 from ds_trainer.models.folders import as_user_error, has_safetensors, is_compact, is_hub_name
 from ds_trainer.models.layers import FIELD
@@ -29,7 +29,7 @@ from ds_trainer.recipe.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED
 from ds_trainer.recipe.recipe import Phase, Recipe
 from ds_trainer.recipe.task_specs import TaskBase
 from ds_trainer.report.page import notes_on, table_of
-from ds_trainer.report.run_files import read_run
+from ds_trainer.report.results import read_run
 
 _TASKS = {
     "ForSequenceClassification": "text-classification",

@@ -14,8 +14,8 @@ from typing import Any
 
 from ds_trainer.engine import keys
 from ds_trainer.engine.optim import Hyperparameters
-from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
+from ds_trainer.files.reading import read_json
 from ds_trainer.recipe.recipe import Phase
 from ds_trainer.recipe.schedules import LrSchedule, steps_of
 

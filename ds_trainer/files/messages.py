@@ -1,10 +1,14 @@
-"""Show a user's value in a message: as it was written, and short."""
+"""Show values in messages, as they were written and short, and in tables, for a console or a page."""
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+Row = Mapping[str, str]
+"""A row of a table: the cells by the names of their columns."""
+_NUMBER = re.compile(r"[-+–]?\d[\d.,]*\s*\S*( \(.*\))?|–|")
 _MAX_LINE = 1000
 _MAX_MESSAGE = 3500  # characters
 
@@ -54,3 +58,34 @@ def kind_of(value: Any) -> str:
         return shown(value)
     words = {str: "text", int: "a whole number", float: "a number", list: "a list", dict: "an object"}
     return words.get(type(value), f"a {type(value).__name__}")
+
+
+def aligned(rows: Sequence[Row]) -> str:
+    """Return the rows as lines below the names of their columns; columns that hold only numbers are flush right."""
+    columns = _columns(rows)
+    lines = [columns, *([row.get(column, "") for column in columns] for row in rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
+    flush = [
+        str.rjust if all(_NUMBER.fullmatch(line[place]) for line in lines[1:]) else str.ljust
+        for place in range(len(columns))
+    ]
+    return "\n".join(
+        "  ".join(justify(cell, width) for justify, cell, width in zip(flush, line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the rows as a table in GitHub's Markdown; pipes and line breaks in cells are escaped."""
+    columns = _columns(rows)
+    lines = [columns, ["---"] * len(columns), *([row.get(column, "") for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in lines)
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    """Return the names of all columns in the order of their first appearance."""
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
+def _escaped(cell: str) -> str:
+    return " ".join(cell.replace("\\", "\\\\").replace("|", "\\|").split("\n"))

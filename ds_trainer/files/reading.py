@@ -1,15 +1,24 @@
-"""Read a file as a whole: only regular files, and none that is larger than memory allows. Hash files and models."""
+"""Read a file as a whole: only regular files, and none that is larger than memory allows. Hash files and models.
+
+What users write is read as DeepSpeed reads its own files: as Hjson, in which comments and trailing commas are fine. Our
+errors say in addition which key stands twice. This module loads neither torch nor DeepSpeed.
+"""
 
 import contextlib
 import hashlib
 import json
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ds_trainer.files.messages import kind_of
+import hjson
+
+from ds_trainer.files.messages import cut, kind_of, listed
 from ds_trainer.ranks.failures import UserError
+
+_MOST_BYTES_OF_SETTINGS = 2**20
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The files in which a container sees its memory limit: of cgroup v2, and of v1."""
@@ -49,7 +58,7 @@ def check_file(path: Path, name: str | None = None, max_bytes: int | None = None
 
 
 def read_value(path: Path) -> Any:
-    """Parse a JSON file, in which NaN counts as a number. Raises UserError with the path where it is not JSON."""
+    """Parse a JSON file of this program, in which NaN counts as a number. Raises UserError where it is not JSON."""
     raw = read_file(path)
     try:
         return json.loads(raw.decode("utf-8-sig"))
@@ -58,11 +67,65 @@ def read_value(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Parse a JSON object, in which NaN counts as a number. Raises UserError with the path where it is none."""
-    value = read_value(path)
+    """Parse the JSON object in a file of this program, as `read_value` does."""
+    return _object(read_value(path), str(path))
+
+
+def read_json(path: str | Path, role: str) -> dict[str, Any]:
+    """Read the object that a user wrote; `role` names the file in errors, e.g. "the recipe"."""
+    name = f"{role} {path}"
+    return parse_json(read_file(Path(path), name, _MOST_BYTES_OF_SETTINGS), name)
+
+
+def parse_json(raw: bytes, name: str) -> dict[str, Any]:
+    """Parse an object that a user wrote. Raises UserError with its `name`, and the line of a mistake of syntax."""
+    try:
+        text = raw.decode("utf-8-sig")
+        if not text.strip():
+            raise UserError("it is empty: it must be an object, {...}")
+        data = hjson.loads(text, object_pairs_hook=_without_duplicates)
+    except UserError as error:
+        cause = str(error)
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        cause = f"line {line} is not UTF-8: save it as UTF-8"
+    except hjson.HjsonDecodeError as error:
+        cause = f"{cut(error.msg, 200)} at line {error.lineno}, column {error.colno}"
+    except (IndexError, RecursionError, OverflowError, ValueError) as error:
+        # Hjson raises an IndexError at an end where it expects none; Python reads no number of thousands of digits
+        causes = {IndexError: "it ends inside a comment or a text", RecursionError: "it is nested too deeply"}
+        cause = causes.get(type(error), "a number is too large")
+    else:
+        if mistake := value_mistake(data):
+            raise UserError(f"{name} {mistake}")
+        return _object(data, name)
+    raise UserError(f"{name} is not JSON: {cause}")
+
+
+def value_mistake(data: Any) -> str | None:
+    """Say why a value could not be written back as JSON or be used as a path; None where it can."""
+    try:
+        text = json.dumps(data, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError:
+        return "holds half a surrogate pair, which is no character"
+    except RecursionError:
+        return "is nested too deeply"
+    except ValueError:
+        return "holds a number that JSON has not: NaN, Infinity, or one of thousands of digits"
+    return "holds a NUL character" if "\\u0000" in text else None
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds {kind_of(value)}: it must be an object, {{...}}")
+        raise UserError(f"{name} holds {kind_of(value)}: it must be an object, {{...}}")
     return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if twice := sorted(key for key, times in Counter(key for key, _ in pairs).items() if times > 1):
+        raise UserError(f"it has {listed(twice)} twice in one section: keep one")
+    return dict(pairs)
 
 
 def memory_limit() -> int:

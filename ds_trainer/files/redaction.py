@@ -31,15 +31,16 @@ _SERVICE_KEY = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{20,}|
 _MIN_VALUE = 8
 """Shorter values of environment variables are ordinary words, and are not looked for."""
 
-_NAME = r"(?<![\w.*-])([\w.*-]+)"
-_STRING = r""""(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?"""  # one that is not closed, in a text that was cut, ends with its line
+_MARK = re.compile(r"""(?<![\w.*-])([\w.*-]+)("\s{0,20}:\s{0,20}| is |=)""")
+"""The end of a name, and what stands before its value: in JSON, in messages of this library, in assignments."""
+_LITERAL = r""""(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?"""  # one that is not closed, in a text that was cut, ends with its line
 _BRACKETS = r"[\[{](?:.*[\]}]|.*)"  # up to the last bracket of the line, for what is no whole JSON value
-_FORMS = (
-    (re.compile(_NAME + r'"\s{0,20}:\s{0,20}'), re.compile(rf"{_STRING}|{_BRACKETS}|[-\w.+]+"), f'"{HIDDEN}"'),
-    (re.compile(_NAME + " is "), re.compile(rf"{_STRING}|{_BRACKETS}|[^\s\"'\[{{:;,]+(?=[:;,])"), HIDDEN),
-    (re.compile(_NAME + "="), re.compile(rf"{_STRING}|[^\s&\"',;]+"), HIDDEN),
-)
-"""A name, its value, and the replacement of the value: in JSON, in messages of this library, in assignments."""
+_VALUES = {
+    '"': (re.compile(rf"{_LITERAL}|{_BRACKETS}|[-\w.+]+"), f'"{HIDDEN}"'),
+    " ": (re.compile(rf"{_LITERAL}|{_BRACKETS}|[^\s\"'\[{{:;,]+(?=[:;,])"), HIDDEN),
+    "=": (re.compile(rf"{_LITERAL}|[^\s&\"',;]+"), HIDDEN),
+}
+"""The value after each mark, by its first character, and what replaces it."""
 
 
 def redacted(value: Any) -> Any:
@@ -87,15 +88,15 @@ def _text(text: str) -> str:
     for value in sorted(values, key=len, reverse=True):  # one may be a part of another
         text = text.replace(value, HIDDEN)
     text = _LOGIN.sub(f"://{HIDDEN}@", _SERVICE_KEY.sub(HIDDEN, text))
-    for mark, its_value, replacement in _FORMS:
-        parts, done = [], 0
-        for name in mark.finditer(text):
-            # a name inside of a hidden value is passed over
-            if name.start() >= done and _is_secret(name[1]) and (end := _end_of_value(text, name.end(), its_value)):
-                parts += [text[done : name.end()], replacement]
-                done = end
-        text = "".join([*parts, text[done:]])
-    return text
+    parts, done = [], 0
+    for name in _MARK.finditer(text):
+        if name.start() < done or not _is_secret(name[1]):
+            continue  # a name inside of a hidden value is passed over
+        pattern, replacement = _VALUES[name[2][0]]
+        if end := _end_of_value(text, name.end(), pattern):
+            parts += [text[done : name.end()], replacement]
+            done = end
+    return "".join([*parts, text[done:]])
 
 
 def _end_of_value(text: str, start: int, pattern: re.Pattern[str]) -> int | None:

@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from ds_trainer.files.json_file import read_json
 from ds_trainer.files.messages import shown
+from ds_trainer.files.reading import read_json
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.cut_specs import CutSpec
 from ds_trainer.recipe.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.files.checkpoint_files import Sums, read_marker
-from ds_trainer.files.json_file import read_json
+from ds_trainer.files.reading import read_json
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe, task_of
 from ds_trainer.recipe.task_specs import TaskSpec

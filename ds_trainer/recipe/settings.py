@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from ds_trainer.files.json_file import value_mistake
 from ds_trainer.files.messages import cut, listed, shown
+from ds_trainer.files.reading import value_mistake
 from ds_trainer.ranks.failures import UserError
 
 _DEEPEST = 100

@@ -1,4 +1,8 @@
-"""The record of a training phase: `log.jsonl`, TensorBoard, and a progress bar or plain lines on the console.
+"""What a run writes as it goes: records of its phases in `log.jsonl`, TensorBoard and on the console; `status.json`.
+
+The state "finished" in `status.json` proves that a run is done. An exit code of 0 from DeepSpeed's launcher does not,
+since a run that was killed by a signal may give 0, too. The state of a killed run remains "running", with the id of a
+process that is gone.
 
 Every flush writes one JSON object to the log; TensorBoard and the console show the same object. Loss terms stay on the
 device until a flush, or until a check for values that are not finite. Each of these costs one reduction over the ranks
@@ -13,6 +17,7 @@ import json
 import math
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +29,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ds_trainer.files.tables import aligned
+from ds_trainer.engine.checkpoint import Checkpoints
+from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_whole
 from ds_trainer.ranks import distributed, machine
-from ds_trainer.ranks.failures import NonFiniteLossError
-from ds_trainer.report.run_files import encoder_weights, is_detail
-from ds_trainer.report.verdict import verdict
+from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, exit_code
 from ds_trainer.tasks.task import Batch
+
+STATUS_FILE = "status.json"
 
 
 class RunLog:
@@ -262,26 +268,6 @@ def drop_later_records(log: Path, phase: str, step: int, evaluated: int) -> None
     write_whole(log, "".join(kept))
 
 
-def results_table(results: Mapping[str, Any]) -> str:
-    """Show the phases side by side: scores but those of one exit head or class, what a model costs, and its training.
-
-    Size and latency are only known of a run with a report, and so is the verdict below the table.
-    """
-    rows: list[dict[str, str]] = []
-    all_scores = dict.fromkeys(score for result in results.values() for score in result["eval"])
-    given = [score for score in all_scores if not is_detail(score)]
-    for name, result in results.items():
-        train, counted = result["train"], encoder_weights(result)
-        scores = {metric: f"{result['eval'][metric]:.4f}" if metric in result["eval"] else "–" for metric in given}
-        weights = f"{counted[0]:,} ({100 * counted[0] / max(counted[1], 1):.1f}%)" if counted else "–"
-        costs = {"MiB": f"{result['size']['bytes'] / 2**20:,.1f}"} if "size" in result else {}
-        for batch, latency in result.get("latency", {}).items():
-            costs[f"ms ({batch.replace('_', ' ')})"] = f"{latency['median_ms']:.2f}"
-        times = {"seconds": f"{train['train_seconds']:.0f}", "examples/s": f"{train['examples_per_s']:.0f}"}
-        rows.append({"phase": name, **scores, "encoder weights": weights, **costs, **times})
-    return "\n\n".join([aligned(rows), *filter(None, ["\n".join(verdict(results))])])
-
-
 def _non_finite_message(phase: str, places: Sequence[tuple[int, int, str, float, list[int]]]) -> str:
     """Return a message with the first step whose loss is not finite, the terms, ranks and examples, and the way out."""
     step = places[0][0]
@@ -307,3 +293,49 @@ def _memory(prefix: str) -> dict[str, int]:
         for rank, row in enumerate(ranks)
         for kind, held in zip(peaks, row, strict=True)
     }
+
+
+class RunStatus:
+    """The state of this run. Every rank has this object; rank 0 writes the file, or the rank that reports its loss."""
+
+    def __init__(self, output: Path) -> None:
+        self._output, self._phase, self._checkpoints = output, "", Path()
+
+    def phase(self, name: str, folder: Path) -> None:
+        """Record that a phase begins, with its checkpoints in `folder`: an error before it leaves the file as it is."""
+        self._phase, self._checkpoints = name, folder
+        if distributed.is_main():
+            self._write("running")
+
+    def finished(self, model: Path) -> None:
+        """Record that the run is done, and that its model is in `model`."""
+        if distributed.is_main():
+            self._write("finished", exit_code=0, model=str(model))
+        distributed.info(f"finished: {model}")
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record an error that ends the run, and add to its message from where a resumed run starts."""
+        try:
+            yield
+        except Exception as error:
+            if self._phase and distributed.rank() == getattr(error, "reporter", 0):
+                start = self._next_start()
+                state = "stopped" if isinstance(error, StoppedError) else "failed"
+                with contextlib.suppress(OSError):
+                    self._write(state, exit_code=exit_code(error), message=str(error), left=start)
+                # the same as `add_note`, which Python 3.10 does not have
+                error.__notes__ = [*getattr(error, "__notes__", []), f"{state}: {start}"]
+            raise
+
+    def _next_start(self) -> str:
+        """Return a sentence about where the next `--resume` starts."""
+        saved = Checkpoints(self._checkpoints).all()
+        if saved:
+            return f"{saved[-1]} is saved; --resume goes on from it, in phase {self._phase}"
+        return f"phase {self._phase} has no checkpoint; --resume starts it"
+
+    def _write(self, state: str, **more: Any) -> None:
+        process = {"phase": self._phase, "host": socket.gethostname(), "process": os.getpid()}
+        value = {"state": state, **process, "world_size": distributed.world_size(), **more}
+        RunFolder(self._output).write_json(STATUS_FILE, value)

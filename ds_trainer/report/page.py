@@ -8,40 +8,37 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from ds_trainer.files.messages import markdown
 from ds_trainer.files.reading import read_object
 from ds_trainer.files.run_folder import RunFolder
-from ds_trainer.files.tables import markdown
 from ds_trainer.files.writing import write_whole
 from ds_trainer.models.folders import as_user_error
 from ds_trainer.ranks import distributed
 from ds_trainer.report import figures
-from ds_trainer.report.run_files import OF_ONE_EXIT, RunFiles, encoder_weights, peak_memory, read_run
-from ds_trainer.report.verdict import TimedPhase, main_metric, timed_phases, verdict
+from ds_trainer.report.results import (
+    RunFiles,
+    encoder_weights,
+    main_metric,
+    number,
+    peak_memory,
+    read_run,
+    side_by_side,
+    timed_phases,
+    verdict,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Cells = dict[str, str]
-"""A part of the column of a phase in the table of results: the cells by the titles of their rows."""
-
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MARKUP = re.compile(r"(?<![^\W_])_|_(?![^\W_])|[\\`*\[\]<>|#&!~$]")
-_WORDS = {
-    "teacher/agreement": "agreement with the teacher",
-    "teacher/": "teacher's ",
-    "final_threshold/": "at the final threshold, ",
-    "early_exit/": "early exit, ",
-    "mean_layers": "mean layers",
-    "speedup": "measured speed-up over running to the end",
-}
-"""Words for the parts of a score's name."""
 
 
 def make_report(folder: Path) -> None:
@@ -60,49 +57,42 @@ def write_report(folder: Path) -> None:
 
     with distributed.as_warning("report"):
         run = read_run(folder)
-        drawn = _write(run)
-        for phase in run.phases:
-            events = folder / "tensorboard" / phase
+        for plot, figure in _write(run).items():
+            events = folder / "tensorboard" / plot.phase
             if events.is_dir():
-                step = max((record["step"] for record in run.records.get(phase, [])), default=0)
+                step = max((record["step"] for record in run.records.get(plot.phase, [])), default=0)
                 with SummaryWriter(str(events)) as writer:
-                    for plot, figure in drawn.items():
-                        if plot.phase == phase:
-                            writer.add_image(f"plots/{plot.name}", figures.pixels(figure), step, dataformats="HWC")
+                    writer.add_figure(f"plots/{plot.name}", figure, step)
 
 
 def table_of(run: RunFiles) -> str:
     """Return a Markdown table with a column for each phase."""
     if not run.results:
         return "No phase has finished."
-    columns = {phase: _cells(run, phase) for phase in run.results}
-    rows = []
-    for group in zip(*columns.values(), strict=True):
-        for title in dict.fromkeys(title for cells in group for title in cells):
-            values = dict(zip(columns, (cells.get(title, "–") for cells in group), strict=True))
-            rows.append({_escaped(name): _escaped(cell) for name, cell in {"": title, **values}.items()})
-    return markdown(rows)
+    columns = side_by_side(run.results, {phase: _cells(run, phase) for phase in run.results})
+    titles = next(iter(columns.values()))
+    rows = [{"": title} | {phase: cells[title] for phase, cells in columns.items()} for title in titles]
+    return markdown([{_escaped(name): _escaped(cell) for name, cell in row.items()} for row in rows])
 
 
 def notes_on(run: RunFiles) -> list[str]:
-    """Return the warnings of the run, and notes on where its models were measured."""
-    measured: dict[str, list[str]] = {}
-    for phase, result in run.results.items():
-        if on := result.get("measured_on"):
-            threads = f"{on['threads']} thread{'s' * (on['threads'] > 1)}"
-            line = f"on {on['device']}, {threads}, {on['dtype']}: {on['examples']} examples of "
-            measured.setdefault(f"{line}{on['mean_tokens']:.1f} tokens on average", []).append(phase)
+    """Return the warnings of the run, and a note on where its models were measured."""
     notes = [f"{phase}: {line}." for phase, result in run.results.items() for line in result.get("warnings", [])]
-    notes += [f"Latency of {', '.join(phases)}: median of the calls, {line}." for line, phases in measured.items()]
+    if timed := {phase: result["measured_on"] for phase, result in run.results.items() if "measured_on" in result}:
+        on = next(iter(timed.values()))  # they were measured in turns
+        threads = f"{on['threads']} thread{'s' * (on['threads'] > 1)}"
+        texts = f"{on['examples']} examples of {on['mean_tokens']:.1f} tokens on average"
+        where = f"on {on['device']}, {threads}, {on['dtype']}"
+        notes.append(f"Latency of {', '.join(timed)}: median of the calls, {where}: {texts}.")
     return notes
 
 
 @dataclass(frozen=True)
 class _Plot:
-    """A figure of the report: its name, its phase, its caption, and a function that draws it if it has data."""
+    """A figure of the report: its phase, its name, its caption, and a function that draws it if it has data."""
 
-    name: str
     phase: str
+    name: str
     caption: str
     draw: Callable[[], Figure | None]
 
@@ -113,7 +103,14 @@ def _write(run: RunFiles) -> dict[_Plot, Figure]:
     drawn: dict[_Plot, Figure] = {}
     with distributed.as_warning("the report has no figures", failures):
         figures.check_installed()
-        for plot in _plots(run, failures):
+        plots = [
+            _Plot(phase, "score_by_cost", "Score against size and time.", partial(_score_by_cost, run))
+            for phase in list(run.results)[-1:]
+        ]
+        for phase in run.phases:
+            with distributed.as_warning(f"plots of {phase}", failures):
+                plots.extend(_plots_of(run, phase))  # takes one by one: those before a failure are drawn
+        for plot in plots:
             with distributed.as_warning(f"plot {plot.name}", failures):
                 if (figure := plot.draw()) is not None:
                     figures.save(figure, folder.claim(f"plots/{plot.name}.png"))
@@ -125,39 +122,24 @@ def _write(run: RunFiles) -> dict[_Plot, Figure]:
     return drawn
 
 
-def _plots(run: RunFiles, failures: list[str]) -> list[_Plot]:
-    """Return the figure that compares the phases, then those of each phase."""
-    plots = []
-    if run.results:
-        caption = "Score against size and time, the phases side by side."
-        plots.append(_Plot("score_by_cost", list(run.results)[-1], caption, partial(_score_by_cost, run)))
-    for phase in run.phases:
-        with distributed.as_warning(f"plots of {phase}", failures):
-            plots.extend(_plots_of(run, phase))  # takes one by one: those before a failure are drawn
-    return plots
-
-
 def _plots_of(run: RunFiles, phase: str) -> Iterator[_Plot]:
     """Yield the figures that a phase may have, if its log or its model has the data."""
 
     def plot(name: str, caption: str, draw: Callable[..., Figure | None], *data: Any) -> _Plot:
-        return _Plot(f"{_for_file(phase)}.{name}", phase, f"{phase}: {caption}", partial(draw, phase, *data))
+        return _Plot(phase, f"{_for_file(phase)}.{name}", f"{phase}: {caption}", partial(draw, phase, *data))
 
     records, result = run.records.get(phase, []), run.results.get(phase, {})
     weights = result.get("weights", {})
-    counts, before = weights.get("layers", {}), weights.get("before", {}).get("layers")
-    final = result.get("eval", {}).get("teacher/agreement")
     yield plot("loss", "loss, its terms and the learning rates.", figures.losses, records)
-    yield plot("density", "encoder weights kept while training.", figures.densities, records, counts)
-    yield plot("agreement", "agreement with the teacher.", figures.agreement, records, final)
+    yield plot("readings", "what its techniques read while training.", figures.readings, records)
     if cut := result.get("cut"):
         what = "heads of the attention, neurons of the feed-forward, or single weights"
         caption = f"what the cut kept ({what}), and the error of the outputs as a share of their variance."
         yield plot("cut", caption, figures.cut_parts, cut["parts"])
     kept, whole = encoder_weights(result) or (0, 0)
-    if kept < whole or (whole > 0 and any("prune/density" in record for record in records)):
-        caption = "weights kept in the final model; ff is feed-forward, a grey cell is a head that was cut out."
-        yield plot("kept_weights", caption, figures.kept_weights, counts, run.folder_of(phase) / "model", before)
+    if kept < whole:
+        before = weights.get("before", {}).get("layers")
+        yield plot("kept_weights", "weights kept in the final model.", figures.kept_weights, weights["layers"], before)
     exits = run.exits(phase)
     for index, split in enumerate(exits.get("splits", {})):
         end = f"_{_for_file(split)}" if index else ""
@@ -224,70 +206,24 @@ def _title(run: RunFiles) -> str:
     return f"Report of {run.folder.absolute().name}"
 
 
-def _cells(run: RunFiles, phase: str) -> tuple[Cells, ...]:
-    """Return a phase's column of the table, in groups: scores, times, sizes, techniques, cut, training."""
-    result = run.results[phase]
-    scores = {}
-    for name, value in result.get("eval", {}).items():
-        if not OF_ONE_EXIT.search(name):
-            for part, words in _WORDS.items():
-                name = name.replace(part, words)
-            scores[name] = _number(value)
-    sizes = {}
-    kept, whole = encoder_weights(result) or (0, 0)
-    if whole:
-        sizes["encoder weights kept"] = f"{kept:,} ({100 * kept / whole:.1f}%)"
+def _cells(run: RunFiles, phase: str) -> dict[str, str]:
+    """Return what only the page shows of a phase: how its model was made, its sizes, and the memory that it took."""
+    result, cells = run.results[phase], {}
     if model := result.get("weights", {}).get("model"):
-        sizes |= {"parameters": f"{model['total']:,}", "parameters not 0": f"{model['kept']:,}"}
-    if "size" in result:
-        sizes["size on disk"] = f"{result['size']['bytes'] / 2**20:,.1f} MiB"
-    techniques = {}
+        cells |= {"parameters": f"{model['total']:,}", "parameters not 0": f"{model['kept']:,}"}
     if spec := run.spec(phase):
         used = [words for field, words in (("student", "smaller model"), ("cut", "cut")) if spec.get(field)]
         used += [name for name, value in spec.get("techniques", {}).items() if value is not None]
         used += ["shrink"] if spec.get("shrink") else []
-        techniques["techniques"] = ", ".join(used) or "none"
-    training = {}
-    if trained := result.get("train"):
-        training["training"] = f"{trained['train_seconds']:,.0f} s"
-        training["epochs"] = f"{trained['epochs']:.2f}"
+        cells["techniques"] = ", ".join(used) or "none"
+    if cut := result.get("cut"):
+        cells["cut"] = f"{cut['seconds']:,.1f} s" + (f", {cut['examples']:,} examples" if cut["examples"] else "")
+        cells |= {f"{name} of the cut, before any training": number(value) for name, value in cut["scores"].items()}
+    if train := result.get("train"):
+        cells["epochs"] = f"{train['epochs']:.2f}"
     for kind, (held, rank) in peak_memory(run.records.get(phase, [])).items():
-        training[f"peak memory, {kind}"] = f"{held / 2**30:,.2f} GiB (rank {rank})"
-    return scores, _times(result, timed_phases(run.results)), sizes, techniques, _cut(result), training
-
-
-def _cut(result: Mapping[str, Any]) -> Cells:
-    """Return what the cut took that the phase starts from, and its scores before the first step."""
-    cut = result.get("cut")
-    if not cut:
-        return {}
-    examples = f", {cut['examples']:,} examples" if cut["examples"] else ""
-    cells = {"cut": f"{cut['seconds']:,.1f} s{examples}"}
-    cells |= {f"{name} of the cut, before any training": _number(value) for name, value in cut["scores"].items()}
-    if sizes := cut.get("sizes"):
-        for name, before in sizes["before"].items():
-            cells[f"cut: {name} of the model"] = f"{sizes['after'][name]:,} of {before:,}"
+        cells[f"peak memory, {kind}"] = f"{held / 2**30:,.2f} GiB (rank {rank})"
     return cells
-
-
-def _times(result: Mapping[str, Any], timed: Sequence[TimedPhase]) -> Cells:
-    """Return how many times as fast the model is as the first of the `timed` ones, and the measured milliseconds."""
-    fast, cells = {}, {}
-    for key, name, early in (("latency", "latency", ""), ("early_exit_latency", "early-exit latency", "early exit, ")):
-        for batch, times in (result.get(key) or {}).items():
-            words = batch.replace("_", " ")
-            slow = f" (p95 {times['p95_ms']:.2f})" if "p95_ms" in times else ""
-            cells[f"{name}, {words}"] = f"{times['median_ms']:.2f} ms{slow}"
-            if len(timed) > 1 and words in timed[0].ms:
-                ratio = timed[0].ms[words] / times["median_ms"]
-                fast[f"{early}times as fast as {timed[0].name}, {words}"] = f"{ratio:.2f}×"
-    return fast | cells
-
-
-def _number(value: Any) -> str:
-    if not isinstance(value, int | float):
-        return "–"
-    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4f}"
 
 
 def _escaped(text: str) -> str:

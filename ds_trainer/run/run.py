@@ -27,10 +27,9 @@ from ds_trainer.recipe.fields import without_silent_nulls
 from ds_trainer.recipe.jobs import TrainJob
 from ds_trainer.recipe.recipe import Phase, task_of
 from ds_trainer.recipe.saved_checkpoint import RECIPE
-from ds_trainer.report.dry_run import dry_run_table
-from ds_trainer.report.log import RunLog, results_table
+from ds_trainer.report.log import RunLog, RunStatus
 from ds_trainer.report.page import write_report
-from ds_trainer.report.status import RunStatus
+from ds_trainer.report.results import dry_run_table, results_table
 from ds_trainer.run.loop import train
 from ds_trainer.run.phase import PhasePlan, folder_of, plan_phase
 from ds_trainer.run.rehearsal import rehearse_phases

@@ -9,8 +9,8 @@ from typing import Any
 
 from ds_trainer.engine.memory import explaining_memory
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError
+from ds_trainer.files.messages import aligned
 from ds_trainer.files.run_folder import RunFolder, kept_from_runs
-from ds_trainer.files.tables import aligned
 from ds_trainer.files.writing import write_artifacts, write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -18,7 +18,7 @@ from ds_trainer.ranks.joining import joined, print_json
 from ds_trainer.recipe.exit_specs import EXITS_FILE
 from ds_trainer.recipe.jobs import CalibrateJob, EvaluateJob
 from ds_trainer.recipe.recipe import saved_exits
-from ds_trainer.report.run_files import encoder_weights, is_detail
+from ds_trainer.report.results import encoder_weights, is_detail
 from ds_trainer.run.checkpoint_model import model_of
 from ds_trainer.tasks.evaluation import score_folder
 from ds_trainer.tasks.registry import build_task

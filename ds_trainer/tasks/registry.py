@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.files.write_places import DEFAULT_CACHE
+from ds_trainer.files.run_folder import DEFAULT_CACHE
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import FAMILIES, TaskBase, family
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
 from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
+from ds_trainer.files.messages import Row, aligned
 from ds_trainer.files.reading import free_memory
 from ds_trainer.files.redaction import redacted
-from ds_trainer.files.tables import Row, aligned
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NothingFitsError, TuningFailedError, UserError

@@ -17,7 +17,7 @@ from ds_trainer.cli.command import run_command
 from ds_trainer.deploy import benchmark, benchmark_page, latency
 from ds_trainer.deploy.benchmark import ONLY, add_speed_ups, cases_of, measure, measure_costs, random_inputs
 from ds_trainer.deploy.latency import FOR_P95, bytes_by_form, bytes_on_disk, eager, fit_in_memory, in_turns, summary
-from ds_trainer.files.tables import aligned
+from ds_trainer.files.messages import aligned
 from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.folders import COMPACT_FILE
 from ds_trainer.models.pretrained import load_trained

@@ -92,9 +92,9 @@ def test_the_report_has_every_phase_and_figure(output):
     page = (output / "report.md").read_text()
     header = next(line for line in page.splitlines() if line.startswith("|"))
     assert [cell.strip() for cell in header.strip("|").split("|")][1:] == NAMES
-    assert "latency, batch 1" in page
+    assert "ms (batch 1)" in page
     assert "deepspeed --num_gpus 2 --module ds_trainer.cli.train --deepspeed_config" in page
-    for kind in ("loss", "density", "agreement", "exits", "exit_histogram"):
+    for kind in ("loss", "readings", "exits", "exit_histogram"):
         assert [path for path in (output / "plots").glob(f"*{kind}*.png") if f"plots/{path.name}" in page], kind
     assert (output / "report.html").stat().st_size > 50_000
 
@@ -106,7 +106,7 @@ def test_the_exits_of_a_checkpoint_are_calibrated_too(output, tmp_path):
         {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (tmp_path / "model", output / "model")
     )
     found, saved = (json.loads(each.pop("exits.json")) for each in (files, expected))
-    assert b"latency, batch 1" in expected.pop("README.md")
+    assert b"ms (batch 1)" in expected.pop("README.md")
     assert files == expected
     assert found["policy"]["thresholds"] == pytest.approx(saved["policy"]["thresholds"], abs=1e-5)
     assert found["calibration"]["mean_layers"] == saved["calibration"]["mean_layers"]

@@ -11,7 +11,7 @@ from support.launching import ROOT, WORDS
 
 from ds_trainer.cli.train import read_train_job
 from ds_trainer.engine.engine_file import settled_numbers
-from ds_trainer.files.json_file import read_json
+from ds_trainer.files.reading import read_json
 from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.recipe.schedules import steps_of

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from support.launching import ROOT
 
-from ds_trainer.files.json_file import read_json
+from ds_trainer.files.reading import read_json
 from ds_trainer.recipe.fields import Strict, without_silent_nulls
 from ds_trainer.recipe.recipe import Recipe
 

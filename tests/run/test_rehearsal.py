@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ds_trainer.report.dry_run import dry_run_table
+from ds_trainer.report.results import dry_run_table
 from ds_trainer.run import rehearsal
 from ds_trainer.run.rehearsal import measure_time
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_trainer.report.log import results_table
-from ds_trainer.report.verdict import verdict
+from ds_trainer.report.results import results_table, verdict
 
 
 def phase(metric: str, score: float, *ms: float, **more: Any) -> dict[str, Any]:
