@@ -204,7 +204,7 @@ def test_a_recipes_cache_lies_in_the_output_folder_or_the_users_cache(tmp_path, 
 
 def test_a_command_names_all_places_at_once(tiny_recipe, write_json, tmp_path):
     """As the other mistakes; and takes both with the user's permission, in flags and in --set."""
-    engine = {"train_batch_size": 8}
+    engine = json.loads((ROOT / "ds_configs/zero0.json").read_text())
     engine |= {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "elsewhere"), "job_name": "../x"}}
     recipe = write_json("recipe.json", tiny_recipe | {"cache_dir": str(tmp_path / "elsewhere")})
     command = ["--deepspeed_config", write_json("engine.json", engine), "--recipe", recipe]
