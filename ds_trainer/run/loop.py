@@ -19,9 +19,8 @@ from ds_trainer.engine import engine
 from ds_trainer.engine.checkpoint import Checkpoint, load
 from ds_trainer.engine.engine import Engine
 from ds_trainer.engine.engine_file import MICRO
-from ds_trainer.engine.memory import EVAL_FIELD, TRAIN_FIELD, explaining_memory, held
+from ds_trainer.engine.memory import EVAL_FIELD, TRAIN_FIELD, explaining_memory
 from ds_trainer.engine.numerics import StepWatch
-from ds_trainer.engine.rank_memory import ModelSizes
 from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
@@ -72,9 +71,7 @@ def start_training(plan: PhasePlan, log: RunLog, stop: StopRequests) -> Training
     if resumed:
         evaluation = Evaluation(dict(resumed.scores))  # the answers are not saved
         progress = Progress(resumed.step, resumed.step, resumed.evaluated, evaluation, resumed.curve)
-    # the values are counted before the engine starts, since ZeRO-3 empties the parameters
-    sizes = ModelSizes.of(model, groups)
-    with _explaining_memory(plan, progress, sizes, " as training started", TRAIN_FIELD):
+    with _explaining_memory(plan, progress, " as training started", TRAIN_FIELD):
         ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
         if resumed:
             _resume(plan.phase.name, resumed, ds_engine, objective)
@@ -92,7 +89,7 @@ def start_training(plan: PhasePlan, log: RunLog, stop: StopRequests) -> Training
         watch=StepWatch(ds_engine, plan.phase.name, plan.phase.max_skipped_steps),
         identity=plan.identity(groups),
         progress=progress,
-        explaining_memory=partial(_explaining_memory, plan, progress, sizes),
+        explaining_memory=partial(_explaining_memory, plan, progress),
     )
 
 
@@ -337,14 +334,12 @@ def _load(checkpoint: Checkpoint, ds_engine: Engine, objective: Objective) -> No
         technique.resume(checkpoint.techniques[technique.name])
 
 
-def _explaining_memory(
-    plan: PhasePlan, progress: Progress, sizes: ModelSizes, where: str, field: str
-) -> AbstractContextManager[None]:
-    """Let an error for lack of memory inside say how far the phase had come, what the rank held, and what to change."""
+def _explaining_memory(plan: PhasePlan, progress: Progress, where: str, field: str) -> AbstractContextManager[None]:
+    """Let an error for lack of memory inside say how far the phase had come, and what to change."""
     phase, config = plan.phase, plan.engine_config
 
     def situation() -> str:
-        return f"That was after step {progress.step} of phase {phase.name}. {held(sizes, config)}"
+        return f"That was after step {progress.step} of phase {phase.name}."
 
     if field == EVAL_FIELD:
         return explaining_memory(where, field, phase.per_device_eval_batch_size, config, situation)

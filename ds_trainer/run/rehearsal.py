@@ -8,6 +8,7 @@ import gc
 import math
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,14 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ds_trainer.cuts.cut import expected_costs
 from ds_trainer.engine.deepspeed_check import check_with_deepspeed
 from ds_trainer.engine.engine_file import MICRO, STEPS
 from ds_trainer.engine.keys import flag_at, precision_of, value_at
-from ds_trainer.engine.live_memory import LiveMemory
-from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
+from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.models.layers import can_recompute, set_recomputing
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import ran_out
@@ -36,8 +38,6 @@ from ds_trainer.run.starting_models import RehearsedModels
 from ds_trainer.tasks.data import ExampleIds
 from ds_trainer.tasks.task import Forward
 
-_ROWS = (1, 2)
-"""The examples of the two batches through which the line of the activations is drawn."""
 _PLACES = 3
 """The places in the order of the examples' lengths from which batches are timed."""
 _SECONDS = 1.0
@@ -199,12 +199,11 @@ def batches_by_length(lengths: np.ndarray[Any, Any], size: int, count: int) -> l
 
 
 def measure_memory(plan: PhasePlan, prepared: PreparedPhase, sizes: ModelSizes, process: int) -> PhaseMemory:
-    """Measure a phase's activations on its longest and its middling examples; the model is used up. Inside of `begun`.
+    """Measure a phase's activations on its two longest examples; the model is used up. Inside of `begun`.
 
     `process` is what Python held, in bytes, before the model was built.
     """
-    lengths = plan.task.examples("train").lengths
-    by_length = np.argsort(-lengths, kind="stable")
+    longest = np.argsort(-plan.task.examples("train").lengths, kind="stable")
     for module in prepared.model.modules():
         if isinstance(module, nn.Embedding):  # their gradients are large, and no activations
             module.weight.requires_grad_(False)
@@ -214,19 +213,16 @@ def measure_memory(plan: PhasePlan, prepared: PreparedPhase, sizes: ModelSizes, 
             _forward_and_backward(plan, prepared, ids)
         return live.peak
 
-    peak(by_length[-1:])  # loads what waits for the first forward, such as a teacher
+    peak(longest[-1:])  # loads what waits for the first forward, such as a teacher
     activations = []
     for checkpointing in (False, True) if can_recompute(prepared.model) else (False,):
         set_recomputing(prepared.model, checkpointing)
-        for start in (len(by_length) // 2, 0):
-            # the first time an operation or a teacher may keep something for good
-            first, second = (min(peak(ids), peak(ids)) for ids in (by_length[start : start + rows] for rows in _ROWS))
-            tokens, slope = int(lengths[by_length[start]]), second - first
-            activations.append(Activations(tokens, checkpointing, first - slope, slope))
+        # the first time an operation or a teacher may keep something for good
+        one, two = (min(peak(longest[:rows]), peak(longest[:rows])) for rows in (1, 2))
+        activations.append(Activations(checkpointing, 2 * one - two, two - one))
     held = [technique.bytes_held() for technique in prepared.objective.techniques]
     whole, shared = (sum(column) for column in zip(*held, strict=True)) if held else (0, 0)
-    scores = sum(p.numel() for name, p in prepared.model.named_parameters() if name.endswith("mask_scores"))
-    return PhaseMemory(sizes, scores, tuple(activations), whole, shared, process, torch.cuda.is_available())
+    return PhaseMemory(sizes, tuple(activations), whole, shared, process, torch.cuda.is_available())
 
 
 def _forward_and_backward(plan: PhasePlan, prepared: PreparedPhase, ids: ExampleIds) -> None:
@@ -237,3 +233,38 @@ def _forward_and_backward(plan: PhasePlan, prepared: PreparedPhase, ids: Example
     with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
         loss, _ = objective(Forward(batch, prepared.model(**batch.inputs), 0))
         loss.backward()
+
+
+class LiveMemory(TorchDispatchMode):
+    """While it is on, keep the sum of the storages that operations have made and that are not yet freed.
+
+    It works on any device: a CPU has no allocator that could be asked. What an operation needs only inside itself is
+    not counted, nor is what existed before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {_address(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor) and value.device.type != "meta" and _address(value) not in given:
+                self._add(value.untyped_storage())
+        return out
+
+    def _add(self, storage: Any) -> None:
+        if storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._drop, storage._cdata)
+
+    def _drop(self, address: int) -> None:
+        self.now -= self._sizes.pop(address)
+
+
+def _address(value: Tensor) -> int:
+    return int(value.untyped_storage()._cdata) if value.layout == torch.strided else 0

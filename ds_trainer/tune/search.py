@@ -20,7 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
-from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
+from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.files.messages import Row, aligned
 from ds_trainer.files.reading import free_memory
 from ds_trainer.files.redaction import redacted

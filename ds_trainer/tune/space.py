@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, check_engine_file, resolve_engine_file, settled_numbers
-from ds_trainer.engine.rank_memory import PhaseMemory
+from ds_trainer.engine.memory import PhaseMemory
 from ds_trainer.ranks.failures import raise_mistakes
 from ds_trainer.recipe.jobs import TuneJob
 from ds_trainer.recipe.recipe import Recipe, parse_recipe

@@ -189,12 +189,6 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
     assert scores == counts | {"learning_rate": 0.01, "weight_decay": 0.0}
     memory, trained = prune["memory_per_rank"], sum(g["parameters"] for g in prune["parameter_groups"])
     assert memory["optimizer"] == pytest.approx(8 * trained / 4, rel=0.01)
-    assert memory["of_which_mask_scores"] >= scores["parameters"] * (4 + 4 + 8 / 4)
-    rows = next(rows for name, rows in memory.items() if name.startswith("activations_of_"))
-    at = {(row["tokens"], row["gradient_checkpointing"]): row["bytes"] for row in rows}
-    assert len(at) == 4
-    longest = max(tokens for tokens, _ in at)
-    assert memory["activations"] == at[longest, False] > at[longest, True]
     assert memory["peak"] > memory["process"] + memory["activations"] + 12 * trained / 4
     assert not (tmp_path / "out").exists()
 

@@ -15,10 +15,9 @@ from loop_overhead import LOG_EVERY, plan_of, started
 from support.host_waits import host_waits, of
 from support.launching import WORDS
 
-from ds_trainer.engine.live_memory import LiveMemory
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.run.phase import PhasePlan
-from ds_trainer.run.rehearsal import memory_of
+from ds_trainer.run.rehearsal import LiveMemory, memory_of
 from ds_trainer.techniques.prune.selection import select_largest
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -196,7 +196,7 @@ OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to alloca
 @pytest.mark.parametrize(("where", "ranks"), [("training", [1]), ("training", [0, 1]), ("an evaluation", [0])])
 def test_out_of_memory_is_one_message_of_one_rank(server, words, whole, output, where, ranks):
     """The allocator's own error on one rank, or on both at once: all end with 6, and the only message says which rank,
-    where, what it held and what to change; status.json has it; and --resume ends as if nothing had happened."""
+    where, and what to change; status.json has it; and --resume ends as if nothing had happened."""
     run = server.run(2, output, *words, "--resume", sabotage=dict.fromkeys(ranks, ASKS_FOR_TOO_MUCH[where]))
     assert run.codes() == [6, 6], run.text[-3000:]
     assert "Traceback" not in run.text
@@ -205,8 +205,7 @@ def test_out_of_memory_is_one_message_of_one_rank(server, words, whole, output, 
     assert re.match(rf"{who} ran out of memory in {where}: ", told)
     assert OUT_OF_MEMORY in told
     step, size = (4, "train_batch_size") if where == "training" else (10, "eval_batch_size (now 8)")
-    assert f"That was after step {step} of phase prune. By the arithmetic of ZeRO stage 2 it holds gradients" in told
-    assert f"activations, buffers and all else. Lower per_device_{size}" in told
+    assert f"That was after step {step} of phase prune. Lower per_device_{size}" in told
     assert ", or raise zero_optimization.stage (now 2), or lower" in told
     assert re.search(r"\nfailed: .*checkpoint-\d+ is saved; --resume goes on from it, in phase prune\n", run.text)
     status = status_of(output)

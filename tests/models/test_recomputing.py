@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from ds_trainer.engine.live_memory import LiveMemory
 from ds_trainer.models.layers import encoder_linears, is_recomputing, set_recomputing, swap
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.run.rehearsal import LiveMemory
 from ds_trainer.techniques.prune.masked import HardMask, MaskedLinear, StepMask
 
 

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from ds_trainer.report.results import dry_run_table
 from ds_trainer.run import rehearsal
-from ds_trainer.run.rehearsal import measure_time
+from ds_trainer.run.rehearsal import LiveMemory, measure_time
 
 
 @pytest.fixture
@@ -69,3 +71,26 @@ def test_where_memory_does_not_suffice_the_cell_is_empty_and_says_why(measured):
     assert "MiB: the peak of each of 2 ranks." in notes
     assert "large has no minutes: 4 examples do not fit into the memory of this machine." in notes
     assert any(note.startswith("half is measured by") and "4 of the 16 examples of each" in note for note in notes)
+
+
+def test_live_memory_counts_what_lives_at_once():
+    """A tensor counts until it is freed, and so does what a backward needs; a view, and what existed before, do not."""
+    before = torch.ones(100)
+    with LiveMemory() as live:
+        one = before * 2
+        assert live.now == 400
+        view = one[:50].t()
+        before.add_(1)
+        assert live.now == 400
+        del one
+        assert live.now == 400  # the view keeps it
+        del view
+        other = torch.zeros(10)
+        assert (live.now, live.peak) == (40, 400)
+        del other
+    layer, rows = nn.Linear(8, 16), torch.ones(4, 8)
+    with LiveMemory() as live:
+        out = layer(rows).relu()
+        assert live.now == 4 * 16 * 4
+        out.sum().backward()
+        assert live.peak > live.now

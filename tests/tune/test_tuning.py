@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from ds_trainer.cli.train import read_train_job
 from ds_trainer.cli.tune import read_tune_job
-from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory
+from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.ranks.failures import NothingFitsError, TuningFailedError, UserError
 from ds_trainer.recipe.jobs import TuneJob
 from ds_trainer.run.trial import trial_batches
@@ -41,8 +41,8 @@ CHECKPOINTING, RATE, STEPS = (
 
 
 def machine(bytes_free: int = 10**12, per_example: int = 1000, gpus: int = 0, data: str = "d") -> Machine:
-    lines = (Activations(64, False, 0, per_example), Activations(64, True, 0, per_example // 10))
-    memory = PhaseMemory(ModelSizes(1000, 0, 100), 0, lines, 0, 0, 10_000, on_gpu=bool(gpus))
+    lines = (Activations(False, 0, per_example), Activations(True, 0, per_example // 10))
+    memory = PhaseMemory(ModelSizes(1000, 0, 100), lines, 0, 0, 10_000, on_gpu=bool(gpus))
     return Machine(memory, 32, gpus, bytes_free, 100, {"data": data})
 
 

@@ -17,13 +17,20 @@ import numpy as np
 import pytest
 import torch
 from support.launching import chosen, run_deepspeed
-from torch import nn
 
-from ds_trainer.engine.live_memory import LiveMemory
-from ds_trainer.engine.memory import EVAL_FIELD, TRAIN_FIELD, explaining_memory, held
-from ds_trainer.engine.rank_memory import Activations, ModelSizes, PhaseMemory, offloaded, rank_memory
+from ds_trainer.engine.memory import (
+    EVAL_FIELD,
+    TRAIN_FIELD,
+    Activations,
+    ModelSizes,
+    PhaseMemory,
+    explaining_memory,
+    offloaded,
+    rank_memory,
+)
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import OutOfMemoryError, exit_code
+from ds_trainer.ranks.failures import OutOfMemoryError, UserError, exit_code
+from ds_trainer.run.rehearsal import LiveMemory
 
 SIZES = ModelSizes(trained=1000, frozen=200, largest=300)
 BATCH = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
@@ -36,34 +43,11 @@ def test_arithmetic_equals_the_tensors_of_the_engine(ranks, tmp_path):
     Each of them is taken on one of both numbers of ranks, and with --exhaustive on both.
     ZeRO-3 in fp32 on 2 ranks holds less, since its largest gradient is alone when the weights are gathered.
     """
-    done = run_deepspeed(ranks, "tests/engine/test_rank_memory.py", str(tmp_path / "out.json"))
+    done = run_deepspeed(ranks, "tests/engine/test_memory.py", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr[-3000:]
     for case, (foretold, counted) in json.loads((tmp_path / "out.json").read_text()).items():
         margin = 0.07 if case.startswith("3-fp32") and ranks == 2 else 0.01
         assert foretold == pytest.approx(counted, rel=margin), case
-
-
-def test_live_memory_counts_what_lives_at_once():
-    """A tensor counts until it is freed, and so does what a backward needs; a view, and what existed before, do not."""
-    before = torch.ones(100)
-    with LiveMemory() as live:
-        one = before * 2
-        assert live.now == 400
-        view = one[:50].t()
-        before.add_(1)
-        assert live.now == 400
-        del one
-        assert live.now == 400  # the view keeps it
-        del view
-        other = torch.zeros(10)
-        assert (live.now, live.peak) == (40, 400)
-        del other
-    layer, rows = nn.Linear(8, 16), torch.ones(4, 8)
-    with LiveMemory() as live:
-        out = layer(rows).relu()
-        assert live.now == 4 * 16 * 4
-        out.sum().backward()
-        assert live.peak > live.now
 
 
 def test_more_ranks_hold_less_under_zero():
@@ -76,26 +60,23 @@ def test_more_ranks_hold_less_under_zero():
     assert all(alone > one_of_eight for alone, one_of_eight in peaks[1:])
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "states"),
-    [(None, 2), ({"type": "SGD"}, 0), ({"type": "SGD", "params": {"momentum": 0.9}}, 1), ({"type": "Lion"}, 1)],
-)
-def test_optimizers_keep_their_own_number_of_values(optimizer, states):
-    config = BATCH | ({"optimizer": optimizer} if optimizer else {})
-    assert rank_memory(SIZES, config, 4).held["optimizer"] == 4 * 1000 * states
+def test_optimizers_keep_their_own_number_of_values():
+    momentum = {"type": "SGD", "params": {"momentum": 0.9}}
+    for optimizer, states in ((None, 2), ({"type": "SGD"}, 0), (momentum, 1), ({"type": "Lion"}, 1)):
+        config = BATCH | ({"optimizer": optimizer} if optimizer else {})
+        assert rank_memory(SIZES, config, 4).held["optimizer"] == 4 * 1000 * states
 
 
 def test_a_phase_is_described_by_its_parts():
-    """The teacher's share, the activations of the longest examples, with and without checkpointing, and the scores.
+    """The teacher's share, and the activations, with and without checkpointing.
 
     On a GPU, what is offloaded is in the memory of the host.
     """
-    lines = (Activations(128, False, 1000, 500), Activations(128, True, 1000, 50))
-    on_cpu, on_gpu = (PhaseMemory(SIZES, 100, lines, 4000, 800, process=10_000, on_gpu=gpu) for gpu in (False, True))
+    lines = (Activations(False, 1000, 500), Activations(True, 1000, 50))
+    on_cpu, on_gpu = (PhaseMemory(SIZES, lines, 4000, 800, process=10_000, on_gpu=gpu) for gpu in (False, True))
     plain, again = (on_cpu.describe(BATCH, checkpointing) for checkpointing in (False, True))
     assert (plain["ranks"], plain["teacher"]) == (4, 4200)
     assert (plain["activations"], again["activations"]) == (2000, 1100)
-    assert plain["of_which_mask_scores"] == 100 * (4 + 8 + 4 + 4)
     # gradients and the copy in which they are reduced are more than the activations
     tensors = 1200 * 4 + 1000 * 8 + 1000 * 8
     assert plain["peak"] == tensors + 300 * 4 + 4200 + 10_000
@@ -107,6 +88,8 @@ def test_a_phase_is_described_by_its_parts():
     described = on_gpu.describe(config, False)
     assert described["peak_of_the_host"] == 10_000 + 250 * 12
     assert described["peak_of_the_gpu"] == memory.peak(2000) + 4200 - 250 * 12
+    with pytest.raises(UserError, match="the model does not have it"):
+        PhaseMemory(SIZES, lines[:1], 0, 0, 0, False).describe(BATCH, True)
 
 
 RUNNING_OUT = {
@@ -146,27 +129,25 @@ def test_other_errors_stay_what_they_are():
 
 
 def test_the_advice_names_what_can_still_be_changed(monkeypatch):
-    """No batch of less than one, no stage above 3, no sharing by one rank; and what the rank held, by part."""
-    config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 1}
+    """No batch of less than one, no stage above 3, no sharing by one rank."""
 
     def advice(field, size, stage, **more):
-        zero = config | {"zero_optimization": {"stage": stage}}
+        zero = {"zero_optimization": {"stage": stage}}
         with pytest.raises(OutOfMemoryError) as error, explaining_memory("", field, size, zero, **more):
             raise MemoryError("x")
         return str(error.value).partition("ran out of memory: x. ")[2]
 
-    sizes = ModelSizes(trained=1 << 20, frozen=1 << 19, largest=1 << 12)
-    more = {"situation": lambda: held(sizes, {"gradient_accumulation_steps": 1}), "more": ["set y"]}
-    holds, _, cure = advice(TRAIN_FIELD, 8, 2, **more).partition("and all else. ")
-    parts = "gradients 4 MiB, parameters 6 MiB, master_weights 0 MiB, optimizer 8 MiB; the peak of the process"
-    assert f"By the arithmetic of ZeRO stage 0 it holds {parts}" in holds
     least = "ower the task's max_seq_length."
-    assert cure == f"Lower {TRAIN_FIELD} (now 8) and raise gradient_accumulation_steps as much, or set y, or l{least}"
+    more = {"situation": lambda: "It was late.", "more": ["set y"]}
+    raised = "raise gradient_accumulation_steps as much"
+    assert (
+        advice(TRAIN_FIELD, 8, 2, **more)
+        == f"It was late. Lower {TRAIN_FIELD} (now 8) and {raised}, or set y, or l{least}"
+    )
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     assert advice(EVAL_FIELD, 1, 3) == f"L{least}"
-    assert (
-        advice(EVAL_FIELD, 2, 2) == f"Lower {EVAL_FIELD} (now 2), or raise zero_optimization.stage (now 2), or l{least}"
-    )
+    raised = "raise zero_optimization.stage (now 2)"
+    assert advice(EVAL_FIELD, 2, 2) == f"Lower {EVAL_FIELD} (now 2), or {raised}, or l{least}"
 
 
 def counted(config: dict, vocabulary: int) -> tuple[int, int]:
