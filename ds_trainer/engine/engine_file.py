@@ -3,7 +3,7 @@
 The check works on the text alone, before torch is loaded, so that a mistake shows within seconds. It reports unknown
 keys and wrong types (`keys.py`), values that differ between the engine file and the recipe, and combinations that
 DeepSpeed accepts although it then ignores a part of them or trains wrongly. What DeepSpeed refuses itself is left to it
-(`deepspeed_check.py`).
+(`engine.py`).
 """
 
 import copy
@@ -182,6 +182,11 @@ def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterat
             yield f"{section} is on, but zero_optimization.stage is {stage}: it works with stage {stages}"
         if keys.value_at(config, f"{section}.device") == "nvme" and not keys.value_at(config, f"{section}.nvme_path"):
             yield f'{section}.device is "nvme", but its nvme_path is missing: name a folder on that disk'
+    if keys.flag_at(config, "zero_optimization.compute_grad_norm") is False:
+        yield (
+            "zero_optimization.compute_grad_norm is false, and without the norm nobody notices gradients that are not "
+            "finite: remove it"
+        )
     # Stages 1 and 2 leave the scaling out where they scatter. Stage 3 never multiplies the gradients by the factor
     # again after the reduction, so that they are too small by it.
     scatters = keys.flag_at(config, "zero_optimization.reduce_scatter") is not False

@@ -3,7 +3,7 @@
 `keys` has an object for each section and, for each value, the JSON types that it may have, with "auto" where ds_trainer
 or DeepSpeed fills it. A section with "*" takes other keys too. `refused` has the keys that DeepSpeed accepts, or once
 accepted, and that cannot have an effect in ds_trainer: each with what to do instead. Values beyond their types are left
-to DeepSpeed's own check (`deepspeed_check.py`), and combinations that it does not see to `engine_file.py`.
+to DeepSpeed's own check (`engine.py`), and combinations that it does not see to `engine_file.py`.
 """
 
 import difflib

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_trainer.cuts.cut import expected_costs
-from ds_trainer.engine.deepspeed_check import check_with_deepspeed
+from ds_trainer.engine.engine import check_with_deepspeed
 from ds_trainer.engine.engine_file import MICRO, STEPS
 from ds_trainer.engine.keys import flag_at, precision_of, value_at
 from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory

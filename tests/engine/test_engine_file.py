@@ -141,6 +141,7 @@ MISTAKES = [
     (zero(0, cpu_offload=True), "zero_optimization.offload_optimizer is on"),
     (zero(3, offload_param={"device": "nvme"}), "nvme_path is missing"),
     ({"managed_gradient_accumulation": False}, "leaves the accumulation to DeepSpeed"),
+    (zero(1, compute_grad_norm=False), "compute_grad_norm is false"),
     ({"prescale_gradients": True} | zero(1), "needs zero_optimization.reduce_scatter false with stage 1"),
     ({"gradient_predivide_factor": 2} | zero(3, reduce_scatter=False), "does not work with zero_optimization.stage 3"),
     ({"optimizer": {"params": {}}}, "optimizer has no type"),

@@ -1,8 +1,6 @@
-"""Steps that do no good: skipped ones are counted and reported, spoilt weights and a minimal loss scale end the run."""
+"""Steps that do no good: skipped ones are counted and reported; too many of them, or spoilt weights, end the run."""
 
 import json
-import math
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -58,10 +56,7 @@ def test_a_step_that_spoils_the_weights_ends_the_run(seen, name):
     outcome = of_all_ranks(seen, name)
     assert not outcome["finite"], "DeepSpeed did not take the step: the case shows nothing"
     assert outcome["global_steps"] == 4
-    if name == "fp32-1, no norm":
-        assert "at step 4 the weights are not finite in fp32" in outcome["error"]
-    else:
-        assert "the gradients of step 3 are not finite" in outcome["error"]
+    assert "the gradients of step 3 are not finite" in outcome["error"]
     assert "Lower learning_rate" in outcome["error"]
     assert ("check_grad_overflow true" in outcome["error"]) == ("unchecked" in name)
     assert ("stage 1" in outcome["error"]) == (SPOILT[name].stage == 0)
@@ -69,28 +64,21 @@ def test_a_step_that_spoils_the_weights_ends_the_run(seen, name):
 
 @pytest.mark.parametrize("name", STOPPED)
 def test_skipping_without_end_ends_the_run(seen, name):
-    """After max_skipped steps in a row, or below the smallest scale, both ranks stop: steps, scale, what to change."""
+    """After max_skipped steps in a row both ranks stop: the message has the steps, the scale, and what to change."""
     outcome, case = of_all_ranks(seen, name), STOPPED[name]
     assert outcome["finite"]
-    skipped = {"floor-0": 4, "floor, no hysteresis": 4}.get(name, 5 if "floor" in name else case.max_skipped)
-    assert outcome["skipped_steps"] == skipped
+    assert outcome["skipped_steps"] == case.max_skipped
     first = case.infinite[0] + 1 if case.infinite else 1
-    assert f"optimizer steps {first}-{first + skipped - 1} were skipped" in outcome["error"]
+    assert f"optimizer steps {first}-{first + case.max_skipped - 1} were skipped" in outcome["error"]
     assert f"The weights are those of step {first - 1}" in outcome["error"]
-    limit = "it is fp16.min_loss_scale and cannot fall" if "floor" in name else f"max_skipped_steps is {skipped}"
-    assert limit in outcome["error"]
-    scales = {"floor": 1, "fixed scale": 128, "dynamic scale": 2, "autocast-fp16": 65536}
-    scale = next((scale for kind, scale in scales.items() if name.startswith(kind)), None)
+    scale, cure = {
+        "fixed scale": (128, "fp16.loss_scale is fixed at 128: write 0"),
+        "autocast-fp16": (65536, "or use bf16 in place of fp16"),
+        "fp32": (None, "look at the data of that step"),
+    }.get(name, (1, "raise max_skipped_steps or lower fp16.initial_scale_power"))
+    assert cure in outcome["error"]
     assert ("at a loss scale of" in outcome["error"]) == (scale is not None)
     assert scale is None or f"at a loss scale of {scale};" in outcome["error"]
-    cures = {
-        "floor": "Lower learning_rate or lengthen warmup_steps, or use bf16. If",
-        "fixed scale": "fp16.loss_scale is fixed at 128: write 0",
-        "dynamic scale": "lower fp16.initial_scale_power or raise max_skipped_steps",
-        "autocast-fp16": 'write torch_autocast.dtype "bfloat16"',
-    }
-    cure = next((cure for kind, cure in cures.items() if name.startswith(kind)), "look at the data of that step")
-    assert cure in outcome["error"]
 
 
 def test_a_run_that_goes_on_is_left_alone(seen):
@@ -129,37 +117,3 @@ def test_nothing_leaves_the_device_after_a_step():
     watch.after_step()
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         watch.check()
-
-
-FP16_ON_CPU = """
-from deepspeed.accelerator import get_accelerator
-get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch computes it
-"""
-
-
-def test_a_run_whose_steps_are_all_skipped_stops(server, tiny_recipe, write_json, tmp_path):
-    """A loss scale that doubles at every step, and is slow to halve: exit code 3 and one message with what to change.
-
-    What was saved before stays, nothing is exported, and the log counts the skipped steps and has finite losses.
-    """
-    output = tmp_path / "out"
-    phase = {"save_steps": 4, "save_total_limit": 9, "max_skipped_steps": 4, "eval_steps": None}
-    recipe = tiny_recipe | {"phases": [tiny_recipe["phases"][0] | phase]}
-    fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 1, "hysteresis": 20}
-    words = ("--recipe", write_json("recipe.json", recipe), "--set", f"fp16={json.dumps(fp16)}")
-    run = server.run(1, output, *words, sabotage={0: FP16_ON_CPU})
-    assert run.codes() == [3], run.text[-4000:]
-    (error,) = [line for line in run.text.splitlines() if line.startswith("error: finetune: optimizer steps")]
-    first, last = map(int, re.findall(r"optimizer steps (\d+)-(\d+) were skipped", error)[0])
-    assert last == first + 3
-    assert "max_skipped_steps is 4" in error
-    saved = [f"checkpoint-{step}" for step in range(4, last, 4)]
-    assert saved
-    assert sorted(path.name for path in output.glob("checkpoint-*")) == sorted(saved)
-    assert not (output / "model").exists()
-    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    assert [record["train/skipped_steps"] for record in records if record["train/skipped_steps"]] != []
-    scales = [record["train/loss_scale"] for record in records]
-    assert scales == sorted(scales)
-    assert scales[-1] > scales[0]
-    assert all(math.isfinite(record["train/loss"]) for record in records)
