@@ -25,7 +25,7 @@ from loop_overhead import LOG_EVERY, plan_of, started
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
 from ds_trainer.ranks import distributed
 from ds_trainer.run.phase import PhasePlan
-from ds_trainer.tasks.divergences import TopK, divergence
+from ds_trainer.tasks.losses import TopK, divergence
 from ds_trainer.tasks.task import Batch
 
 VOCABULARY, ROWS, K = (1000, 2, 64) if is_quick() else (32_000, 4, 64)

@@ -63,7 +63,6 @@ def load_classifier(folder: str, max_length: int | None, onnx: str | None) -> Ca
     config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     (architecture,) = config["architectures"]
     several = config.get("problem_type") == "multi_label_classification"
-    least = config.get("multi_label_threshold", 0.5)
     if not architecture.endswith("ForSequenceClassification") or config.get("problem_type") == "regression":
         sys.exit(f"{folder} holds a {architecture}, and this server answers with classes of texts")
     forward = by_onnxruntime(Path(folder, onnx)) if onnx else by_torch(folder)
@@ -78,7 +77,7 @@ def load_classifier(folder: str, max_length: int | None, onnx: str | None) -> Ca
         logits, layers = forward(tokens)
         if several:
             probabilities = 1 / (1 + np.exp(-logits))
-            labels: list[Any] = [[names[index] for index in np.flatnonzero(row > least)] for row in probabilities]
+            labels: list[Any] = [[names[index] for index in np.flatnonzero(row > 0.5)] for row in probabilities]
         else:
             powers = np.exp(logits - logits.max(-1, keepdims=True))
             probabilities = powers / powers.sum(-1, keepdims=True)

@@ -21,7 +21,7 @@ from ds_trainer.recipe.recipe import saved_exits
 from ds_trainer.recipe.saved_checkpoint import SavedCheckpoint, checkpoints_in, is_checkpoint, read_checkpoint
 from ds_trainer.recipe.task_specs import TaskSpec, TextSpec
 from ds_trainer.recipe.trust import trusting
-from ds_trainer.tasks.text.glue import is_regression
+from ds_trainer.tasks.text.text_data import is_regression
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:

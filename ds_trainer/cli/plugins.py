@@ -19,7 +19,7 @@ from ds_trainer.recipe.recipe import Phase, Recipe, TaskParser
 from ds_trainer.recipe.task_specs import FAMILIES, Family
 from ds_trainer.recipe.technique_specs import Techniques
 from ds_trainer.tasks.task import Task
-from ds_trainer.tasks.text.glue import TASK_NAMES
+from ds_trainer.tasks.text.text_data import TASK_NAMES
 from ds_trainer.techniques.registry import TECHNIQUES
 from ds_trainer.techniques.technique import Technique
 

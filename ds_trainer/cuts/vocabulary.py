@@ -30,8 +30,8 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.cut_specs import VocabularySpec
 from ds_trainer.recipe.task_specs import TaskBase
 from ds_trainer.tasks.lm.sequences import tokenised_documents
+from ds_trainer.tasks.records import lines
 from ds_trainer.tasks.registry import training_texts
-from ds_trainer.tasks.table_rows import lines
 
 _FIELDS = re.compile(r".*_token_ids?|(begin_)?suppress_tokens|bad_words_ids")
 """The fields of configs that hold ids of tokens, alone or in lists."""

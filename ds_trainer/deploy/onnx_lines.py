@@ -1,6 +1,5 @@
 """The lines of Python in a model card that answer by an .onnx file, with a tokenizer and onnxruntime alone."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +42,7 @@ _NEXT = (
     "print(tokenizer.decode([logits[0, -1].argmax()]))  # the next token: the file scores texts, and keeps no cache\n"
 )
 _CLASS = "print([labels[str(row.argmax())] for row in logits])\n"
-_SEVERAL = "print([[labels[str(place)] for place in (row > LEAST).nonzero()[0]] for row in logits])\n"
+_SEVERAL = "print([[labels[str(place)] for place in (row > 0).nonzero()[0]] for row in logits])\n"
 _VALUE = "print(logits[:, 0])\n"
 
 
@@ -68,8 +67,6 @@ def onnx_lines(config: Mapping[str, Any], kind: str, int8: str) -> str:
         labels = "" if problem == "regression" else labels
         before = "" if config.get("pad_token_id") is not None else "tokenizer.pad_token = tokenizer.eos_token\n"
         imports, given = "import json\n\n" if labels == _LABELS else "", f"{before}LABELS{_TEXTS}"
-        share = config.get("multi_label_threshold", 0.5)  # of a probability, and the lines compare logits
-        several = _SEVERAL.replace("LEAST", f"{math.log(share / (1 - share)):.6g}")
-        end = {"regression": _VALUE, "multi_label_classification": several}.get(str(problem), _CLASS)
+        end = {"regression": _VALUE, "multi_label_classification": _SEVERAL}.get(str(problem), _CLASS)
     lines = _OPEN.format(imports=imports, int8=int8) + given.replace("LABELS", labels)
     return f"{lines}{_NUMPY}{outputs}{_RUN}{end}"

@@ -77,10 +77,12 @@ class TextSpec(LabelledSpec):
     text_columns: list[Column] | None = Field(None, min_length=1, max_length=2, description="a text, or a pair of them")
     label_column: Column | None = Field(None, description="a class, or with regression a number")
     header: bool = Field(True, description="false: .csv and .tsv files name no columns, which are numbers from 0")
-    quoting: bool | None = Field(None, description="cells are in quotes; by default in .csv, and in .tsv if it shows")
+    quoting: bool | None = Field(
+        None, description="cells are in quotes; by default in .csv; a .tsv with quotes needs it"
+    )
     missing: list[str] = Field(["nan", "NaN", "NA"], description="cells that mean no value, as empty ones do")
     regression: bool = Field(False, description="labels are numbers, and the loss is their mean squared error")
-    multi_label: bool | None = Field(None, description="any number of labels each; by default if cells are lists")
+    multi_label: bool = Field(False, description="an example has any number of labels: cells are lists of them")
     positive_class: ClassName | None = Field(None, description="class whose F1 is `f1`; GLUE's tasks have their own")
     class_weights: Literal["balanced"] | list[Weight] | None = Field(
         None, description='of each class in the loss, in the order of the logged counts; "balanced": by rarity'

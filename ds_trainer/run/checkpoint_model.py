@@ -56,7 +56,6 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
             raise DamagedCheckpointError(f"{saved.path} is damaged ({damage}): use another checkpoint")
         source, techniques = _start_and_techniques(saved)
         task = build_task(saved.task, source, cache_dir)
-        task.restore(state["scores"])
         length = PhaseLength(total, steps_of(phase.warmup_steps or 0, total), identity["the seed"])
         built = PhaseModel(phase, techniques, task, source, length)
         weights = weights_of(saved.path, getattr(torch, DTYPES[identity["the precision"]]))

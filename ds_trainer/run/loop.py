@@ -29,7 +29,7 @@ from ds_trainer.report.log import RunLog
 from ds_trainer.run.objective import Objective
 from ds_trainer.run.phase import PhasePlan
 from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
-from ds_trainer.tasks.evaluation import Evaluation, decide, evaluate
+from ds_trainer.tasks.evaluation import Evaluation, evaluate
 from ds_trainer.tasks.task import Batch, Forward, Task, Unit
 
 SETTLE_EVERY = 100
@@ -250,7 +250,6 @@ class Training:
         self.engine.eval()
         views = [technique.views for technique in techniques if at_end or technique.cheap_views]
         with self.log.paused(), self.explaining_memory(" in an evaluation", EVAL_FIELD):
-            decide(predict, self.plan.task, batch_size)
             evaluation = evaluate(predict, self.plan.task, batch_size, views)
         self.engine.train()
         return evaluation

@@ -43,7 +43,7 @@ from ds_trainer.run.resuming import (
     write_results,
 )
 from ds_trainer.run.starting_models import MADE, StartingModels
-from ds_trainer.tasks.evaluation import decide, evaluate, forward_of, score_folder
+from ds_trainer.tasks.evaluation import evaluate, forward_of, score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.registry import build_techniques
 
@@ -180,7 +180,6 @@ def _keep_as_it_is(plan: PhasePlan, log: RunLog) -> dict[str, Any]:
     log.open(0, evaluated=-1)  # an earlier session may have scored it, and then been killed
     with _evaluating("", plan):
         model: Any = plan.build()[0].to(distributed.device()).eval()
-        decide(forward_of(model), task, batch_size)
         evaluation = evaluate(forward_of(model), task, batch_size)
     log.write_scores(0, evaluation.scores)
     evaluation.write(task, plan.folder / "eval")

@@ -60,13 +60,6 @@ def evaluate(predict: Predict, task: Task, batch_size: int, views: Sequence[View
     return evaluation
 
 
-def decide(predict: Predict, task: Task, batch_size: int) -> None:
-    """Let a task settle what the scores of a newly trained model depend on, such as a threshold; collective."""
-    if task.decided_on:
-        answers = answers_of(predict, task, task.decided_on, batch_size)
-        distributed.on_main(lambda: task.decide(answers[_MODEL]))
-
-
 def score_folder(task: Task, folder: str | Path, batch_size: int) -> Evaluation:
     """Score the model of a folder on every split, over all ranks, as `evaluate` does.
 

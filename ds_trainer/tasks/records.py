@@ -7,6 +7,8 @@ the hub is read, so that a missing file or column is reported at once.
 """
 
 import codecs
+import csv
+import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +24,6 @@ from ds_trainer.files.messages import kind_of, listed, quoted
 from ds_trainer.files.reading import check_file, content_hash, read_file
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.task_specs import TaskBase
-from ds_trainer.tasks.table_rows import lines, plain_rows, quoted_rows, shows_quoting
 
 T = TypeVar("T")
 Record = Mapping[str, Any]
@@ -46,10 +47,6 @@ class Row(NamedTuple, Generic[T]):
     number: int = 0
 
 
-def _unchanged(record: Any) -> Any:
-    return record
-
-
 class Records(ABC, Generic[T]):
     """The records of one split, which are read anew at each iteration; `parse` turns them into examples.
 
@@ -61,7 +58,6 @@ class Records(ABC, Generic[T]):
     unit: what is counted: by default entries.
     read: how many records the latest iteration has kept.
     left_out: what the latest iteration has left out: the numbers of the records, from 1, by what is wrong with them.
-    remark: what else is to be said of how the records are read.
     """
 
     columns: Sequence[str]
@@ -72,7 +68,6 @@ class Records(ABC, Generic[T]):
     unit: str = ""
     read: int
     left_out: dict[str, list[int]]
-    remark = ""
 
     def rows(self, most_mistakes: int = _MOST_MISTAKES) -> Iterator[Row[T]]:
         """Yield the examples; one `UserError` lists the first mistakes, and to yield none is a `NoExamplesError`."""
@@ -111,8 +106,8 @@ class Records(ABC, Generic[T]):
 
     def summary(self) -> str:
         """Return in words what the latest iteration has kept, and what it has left out and why."""
-        kept = f"{self.read:,} {self.unit or self.entry}s kept"
-        return "; ".join(filter(None, (kept, self.what_is_left_out(), self.remark)))
+        left_out = self.what_is_left_out()
+        return f"{self.read:,} {self.unit or self.entry}s kept" + (f"; {left_out}" if left_out else "")
 
     def what_is_left_out(self) -> str:
         """Return in words what the latest iteration has left out and why, with the first numbers; "" if nothing."""
@@ -138,9 +133,7 @@ class Records(ABC, Generic[T]):
         self.left_out = {}
         for number, record in self._read():
             cells = {name: record[name] for name in self.columns}
-            gap = (
-                None if self.missing is None else next(filter(lambda name: self._is_missing(cells[name]), cells), None)
-            )
+            gap = next((name for name, cell in cells.items() if self._is_missing(cell)), None)
             if gap is None:
                 yield number, cells
                 continue
@@ -175,12 +168,12 @@ class FileRecords(Records[T]):
 
     `header` names the columns of a table without a header line; where it is empty, they are numbered from 0. With
     `skip_malformed`, rows with a wrong number of fields (GLUE's QQP has some) are left out. `quoting` says whether the
-    cells of a table are in quotes where they need it; None: in .csv they are, and in .tsv where the file shows it.
+    cells of a table are in quotes where they need it; None: in .csv they are, and in .tsv no cell may begin with one.
     """
 
     path: Path
     columns: Sequence[str]
-    parse: Callable[[Record], T] = field(default=_unchanged, repr=False)
+    parse: Callable[[Record], T] = field(repr=False)
     header: Sequence[str] | None = None
     skip_malformed: bool = False
     missing: Sequence[str] | None = None
@@ -191,22 +184,9 @@ class FileRecords(Records[T]):
         self.entry = "row" if self._suffix in (".parquet", ".json") else "line"
 
     def _source_hash(self) -> str:
-        # version 0.2 took no quotes off .tsv files: where they are taken off, cached examples are others
-        other = self._suffix in (".csv", ".tsv") and self.is_quoted != (self._suffix == ".csv")
+        # version 0.2 took the quotes off .csv files alone: where they are read otherwise, cached examples are others
+        other = self._suffix in (".csv", ".tsv") and self.quoting not in (None, self._suffix == ".csv")
         return content_hash(self.path).hex() + "quoting" * other
-
-    @cached_property
-    def is_quoted(self) -> bool:
-        """Whether the quotes of a table are its format's, and no part of the cells."""
-        if self.quoting is not None or self._suffix == ".csv":
-            return self.quoting is not False
-        check_file(self.path)
-        status = self.path.stat()
-        shown = shows_quoting(self.path, status.st_size, status.st_mtime_ns)
-        if shown is not None:
-            kind = "those of a CSV writer" if shown else "part of the text"
-            self.remark = f"its quotes are read as {kind} (quoting decides)"
-        return bool(shown)
 
     def _read(self) -> Iterator[tuple[int, Record]]:
         readers = {".parquet": self._parquet, ".jsonl": self._json_lines, ".json": self._json}
@@ -217,8 +197,11 @@ class FileRecords(Records[T]):
         raise UserError(f"{self.path}: the ending {quoted(self.path.suffix)} is unknown: {known}")
 
     def _table(self) -> Iterator[tuple[int, Record]]:
-        mark = "," if self._suffix == ".csv" else "\t"
-        rows = (quoted_rows if self.is_quoted else plain_rows)(self.path, mark)
+        is_csv = self._suffix == ".csv"
+        takes_quotes = is_csv if self.quoting is None else self.quoting
+        rows = (_quoted_rows if takes_quotes else _plain_rows)(self.path, "," if is_csv else "\t")
+        if self.quoting is None and not is_csv:
+            rows = map(self._without_quotes, rows)
         first = [] if self.header else [next(rows, (1, []))]
         header = first.pop()[1] if self.header is None else self.header or list(map(str, range(len(first[0][1]))))
         self._check_columns(f"{self.path}, line 1", header)
@@ -230,6 +213,15 @@ class FileRecords(Records[T]):
             else:
                 expected = f"{len(header)} are expected ({listed(header)})"
                 raise UserError(f"{self.place(number)}: {len(cells)} fields where {expected}")
+
+    def _without_quotes(self, row: tuple[int, list[str]]) -> tuple[int, list[str]]:
+        """Refuse a row that means one thing where a CSV writer wrote it, and another where quotes are text."""
+        if any(cell.startswith('"') for cell in row[1]):
+            raise UserError(
+                f"{self.place(row[0])}: a cell begins with a quote: set quoting to true if it is that of a CSV writer, "
+                f"such as pandas, and to false if it is part of the text; or save the file as .csv"
+            )
+        return row
 
     def _json(self) -> Iterator[tuple[int, Record]]:
         """Read an array of records, alone or as "data", or JSON lines under another name."""
@@ -288,7 +280,7 @@ class HubRecords(Records[T]):
     name: str
     split: str
     columns: Sequence[str]
-    parse: Callable[[Record], T] = field(default=_unchanged, repr=False)
+    parse: Callable[[Record], T] = field(repr=False)
     missing: Sequence[str] | None = None
     entry = "row"
 
@@ -372,3 +364,41 @@ def missing_file(spec: TaskBase, split: str, paths: Sequence[Path]) -> UserError
     if not os.path.isdir(in_data_dir(spec)):
         return UserError(f"data_dir {in_data_dir(spec)} does not exist; {looked_for}")
     return UserError(f"there is no file for the {split} split; {looked_for}")
+
+
+def lines(path: Path) -> Iterator[str]:
+    """Decode the lines of a UTF-8 file one after another, each with its newline; nothing else ends a line."""
+    check_file(path)
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason}): save the file as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _plain_rows(path: Path, mark: str) -> Iterator[tuple[int, list[str]]]:
+    """Cut lines at the mark and at nothing else: in GLUE's files a quote is an ordinary character."""
+    for number, line in enumerate(lines(path), 1):
+        row = line.removesuffix("\n").removesuffix("\r")
+        if row:
+            yield number, row.split(mark)
+
+
+def _quoted_rows(path: Path, mark: str) -> Iterator[tuple[int, list[str]]]:
+    """Cut rows as a CSV writer joins them; each comes with its first line, which neither pyarrow nor pandas gives."""
+    csv.field_size_limit(2**31 - 1)  # the default refuses a text of 128 KiB
+    # a bare carriage return ends a line, too: old spreadsheets write it
+    rows = chain.from_iterable(io.StringIO(line, newline="") for line in lines(path))
+    reader = csv.reader(rows, delimiter=mark, strict=True)
+    number = 1
+    try:
+        for cells in reader:
+            if cells:
+                yield number, cells
+            number = reader.line_num + 1
+    except csv.Error as error:
+        way_out = "where quotes are part of the text, set quoting to false"
+        raise UserError(f"{path}, line {number}: not CSV: {error}; {way_out}") from None

@@ -28,8 +28,19 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
 from ds_trainer.recipe.task_specs import LabelledSpec, TaskBase
-from ds_trainer.tasks.data import Array, ExampleIds, Examples, cached, fingerprint, hash_of, pack, spread
-from ds_trainer.tasks.held_out import HELD_OUT, part_of, source_split
+from ds_trainer.tasks.data import (
+    HELD_OUT,
+    Array,
+    ExampleIds,
+    Examples,
+    cached,
+    fingerprint,
+    hash_of,
+    pack,
+    part_of,
+    source_split,
+    spread,
+)
 from ds_trainer.tasks.records import GAPS, Record, Records, Row, table
 
 Unit = Literal["example", "label", "weight", "token"]
@@ -251,6 +262,8 @@ class Task(ABC):
 
     def decisions(self, answer: Any) -> Sequence[Any]:
         """Return what a model decides by an answer; two models are compared by their decisions."""
+        if self.regression:
+            return list(answer)
         return [tuple(answer > 0)] if self.multi_label else [answer.argmax()]
 
     def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
@@ -291,17 +304,6 @@ class Task(ABC):
     def further_scores(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
         """Return scores of the model itself beside those of `score`, which its views (exits, a teacher) have, too."""
         return {}
-
-    @property
-    def decided_on(self) -> str | None:
-        """The split whose answers `decide` gets before a newly trained model is scored; None if there is none."""
-        return None
-
-    def decide(self, answers: Mapping[int, Any]) -> None:  # noqa: B027 - most tasks have nothing to settle
-        """Settle, on rank 0, what the scores and the exported folder depend on, such as a threshold."""
-
-    def restore(self, scores: Mapping[str, float]) -> None:  # noqa: B027 - as above
-        """Take over what `decide` had settled for a checkpoint with these scores."""
 
     def summary(self, split: str) -> str:
         """Return the line that rank 0 logs when it first uses a split, also where the examples come from the cache."""

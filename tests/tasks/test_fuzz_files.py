@@ -32,7 +32,7 @@ from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.recipe.task_specs import FAMILIES, family
 from ds_trainer.report import figures
 from ds_trainer.tasks.registry import build_task, check_data_files
-from ds_trainer.tasks.text.glue import GLUE
+from ds_trainer.tasks.text.text_data import GLUE
 
 RULE = Rule()
 WORDS = ["text", "label", "kind", "id", "data", "title", "context", "question", "answers", "answer_start", "nan", "0"]
@@ -112,7 +112,7 @@ SOUND = {
     ("text", "a.csv"): b'text,kind\n"a ""pear""",1\n"an owl,\nold",0\n',
     ("text", "a.tsv"): b"text\tkind\na pear\t1\nan owl\t0\n",
     ("text", "a.jsonl"): b'{"text": "a pear", "kind": 1}\n{"text": "an owl", "kind": 0}\n{"text": "x", "kind": 2}',
-    ("ner", "a.conll"): b"a\tO\npear\tB-fruit\n\t\nowl O\n",
+    ("ner", "a.conll"): b"a\tO\npear\tB-fruit\n\t\nowl\tO\n",
     ("token", "a.jsonl"): b'{"tokens": ["a", "pear"], "tags": ["O", "B-fruit"]}\n{"tokens": ["owl"], "tags": ["O"]}',
     ("clm", "a.txt"): TEXT,
     ("mlm", "a.jsonl"): b'{"text": "it rains"}\n{"text": ""}\n{"text": "in the hills"}',

@@ -15,8 +15,7 @@ from transformers import BertConfig, BertModel
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.recipe.task_specs import TextSpec
-from ds_trainer.tasks.data import Examples
-from ds_trainer.tasks.held_out import held_out_and_rest
+from ds_trainer.tasks.data import Examples, held_out_and_rest
 from ds_trainer.tasks.registry import build_task, check_data_files, training_texts
 from ds_trainer.tasks.text.text_task import TextTask
 

@@ -1,29 +1,134 @@
-"""Distillation terms on logits, and states against closed forms."""
+"""Distillation terms on states and logits, and divergences, against closed forms; and what they hold in memory."""
 
 from __future__ import annotations
 
+import math
+from typing import get_args
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_trainer.tasks.losses import PAD_LOGIT, hidden_cosine, hidden_mse, logit_mse
-
-
-def test_logit_mse_counts_real_places_only():
-    """1 + 4 over the real places of the one row; padding has no part in it."""
-    student = torch.tensor([[1.0, 2.0, PAD_LOGIT]])
-    teacher = torch.tensor([[0.0, 4.0, PAD_LOGIT]])
-    assert float(logit_mse(student, teacher)) == pytest.approx(5.0)
+from ds_trainer.tasks import losses
+from ds_trainer.tasks.losses import PAD_LOGIT, Kind, TopK, divergence, hidden_cosine, hidden_mse, logit_mse
 
 
-def test_cosine_of_states_under_a_mask():
-    """Parallel 0, orthogonal 1, opposite 2; a masked position has no part in the mean."""
+def logits(rows: int, classes: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    student = (3 * torch.randn(rows, classes, generator=generator)).requires_grad_()
+    return student, 3 * torch.randn(rows, classes, generator=generator)
+
+
+def test_kl_of_two_classes_by_hand():
+    """Teacher (3/4, 1/4), student (1/2, 1/2): 3/4 log 3/2 + 1/4 log 1/2; then at T = 2."""
+    by_hand = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    teacher = torch.tensor([[math.log(3.0), 0.0]])
+    assert float(divergence(torch.zeros(1, 2), teacher, 1.0)) == pytest.approx(by_hand)
+    assert float(divergence(torch.zeros(1, 2), 2 * teacher, 2.0)) == pytest.approx(4 * by_hand)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kl_in_half_precision(dtype):
+    """Gradients come in the student's dtype; small ones survive a loss scale in fp16."""
+    student, teacher = (one.detach().to(dtype) for one in logits(6, 9))
+    single = student.float().requires_grad_()
+    (expected,) = torch.autograd.grad(1024.0 * divergence(single, teacher.float(), 2.0), single)
+    student.requires_grad_()
+    (found,) = torch.autograd.grad(1024.0 * divergence(student, teacher, 2.0), student)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=1e-2)
+
+
+def test_kl_ignores_places_that_are_no_class():
+    """Padding an answer's positions changes neither value nor gradient; at evaluation the teacher is left alone."""
+    student, teacher = (one.detach() for one in logits(3, 6))
+    wide, padded = (F.pad(values, (0, 4), value=PAD_LOGIT) for values in (student, teacher))
+    before = padded.clone()
+    assert float(divergence(wide, padded, 2.0)) == pytest.approx(float(divergence(student, teacher, 2.0)))
+    assert torch.equal(padded, before)
+    (gradient,) = torch.autograd.grad(divergence(wide.requires_grad_(), padded, 2.0), wide)
+    assert gradient[:, 6:].abs().max() == 0
+
+
+def plain(log_student, log_teacher, kind):
+    """The definition, over any outcomes: (rows, outcomes) log-probabilities in fp64."""
+    p, q = log_teacher.exp(), log_student.exp()
+    middle = ((p + q) / 2).log()
+    values = {
+        "forward": p * (log_teacher - log_student),
+        "reverse": q * (log_student - log_teacher),
+        "js": (p * (log_teacher - middle) + q * (log_student - middle)) / 2,
+    }
+    return values[kind].sum(-1).mean()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_every_divergence_and_its_gradient_equal_their_definition(kind, k, temperature, monkeypatch):
+    """Over all classes (k = 0), or the teacher's k likeliest and all others together, in chunks of three rows."""
+    monkeypatch.setattr(losses, "_CHUNK", {"cpu": 33})
+    student, teacher = logits(7, 11)
+    double = student.detach().double().requires_grad_()
+    log_student, log_teacher = ((one / temperature).log_softmax(-1) for one in (double, teacher.double()))
+    kept = TopK.of(teacher, k, temperature) if k else teacher.clone()
+    if k:
+        others = torch.ones(7, 11, dtype=torch.bool).scatter(-1, log_teacher.topk(k).indices, False)
+        log_student, log_teacher = (
+            torch.cat([one[~others].view(7, k), one.masked_fill(~others, -torch.inf).logsumexp(-1, True)], -1)
+            for one in (log_student, log_teacher)
+        )
+    expected = temperature**2 * plain(log_student, log_teacher, kind)
+    (expected_gradient,) = torch.autograd.grad(3.5 * expected, double)
+    found = divergence(student, kept, temperature, kind)
+    (gradient,) = torch.autograd.grad(3.5 * found, student)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient.float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_masses_too_small_for_their_precision_keep_gradients_finite(dtype, kind):
+    """A student and a teacher who are sure of one class, the same or another: value and gradient are finite."""
+    sure = torch.zeros(2, 50, dtype=dtype)
+    sure[0, 3], sure[1, 4] = 200, 200
+    student, teacher = sure.requires_grad_(), TopK.of(sure.detach()[:1].repeat(2, 1), 5, 1.0)
+    value = divergence(student, teacher, 1.0, kind)
+    (gradient,) = torch.autograd.grad(value, student)
+    assert value.isfinite()
+    assert gradient.isfinite().all()
+    assert gradient[0].abs().max() < 1e-6
+
+
+def test_kl_holds_two_tensors_of_a_vocabulary_a_row(monkeypatch):
+    """From its start to the end of its backward no op makes a tensor of the size of the logits, in either direction."""
+    student, teacher = logits(64, 3000)
+
+    class NothingLarge(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            known = {student.data_ptr(), teacher.data_ptr()}
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in known:
+                self.largest = max(self.largest, out.untyped_storage().nbytes())
+            return out
+
+    monkeypatch.setattr(losses, "_CHUNK", {"cpu": 3000})
+    with NothingLarge() as mode:
+        (gradient,) = torch.autograd.grad(divergence(student, teacher, 2.0), student)
+    assert mode.largest <= student.nbytes / 16
+    assert gradient.data_ptr() == teacher.data_ptr()
+
+
+def test_terms_on_logits_and_states_by_hand():
+    """Padding and masked positions have no part; parallel states are 0 apart by cosine, orthogonal 1, opposite 2."""
+    student, teacher = torch.tensor([[1.0, 2.0, PAD_LOGIT]]), torch.tensor([[0.0, 4.0, PAD_LOGIT]])
+    assert float(logit_mse(student, teacher)) == pytest.approx(1 + 4)
     student = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [9.0, 9.0]]])
     teacher = torch.tensor([[[5.0, 0.0], [0.0, 2.0], [-1.0, 0.0], [-9.0, 9.0]]])
-    assert float(hidden_cosine(student, teacher, torch.tensor([[1, 1, 1, 0]]))) == pytest.approx(1.0)
-    assert float(hidden_cosine(student, teacher, torch.tensor([[1, 0, 0, 0]]))) == pytest.approx(0.0, abs=1e-6)
-
-
-def test_mse_of_states_under_a_mask():
-    """(1 + 9) / 2 over the width of the one real position."""
+    for mask, expected in (([1, 1, 1, 0], 1.0), ([1, 0, 0, 0], 0.0), ([0, 0, 1, 0], 2.0)):
+        assert float(hidden_cosine(student, teacher, torch.tensor([mask]))) == pytest.approx(expected, abs=1e-6)
     student = torch.tensor([[[1.0, 3.0], [7.0, 7.0]]])
-    assert float(hidden_mse(student, torch.zeros(1, 2, 2), torch.tensor([[1, 0]]))) == pytest.approx(5.0)
+    assert float(hidden_mse(student, torch.zeros(1, 2, 2), torch.tensor([[1, 0]]))) == pytest.approx((1 + 9) / 2)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from ds_trainer.tasks.data import Examples
-from ds_trainer.tasks.lm.packing import best_fit, packed
+from ds_trainer.tasks.lm.sequences import best_fit, packed
 
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 _ROPE = SMALL | {"num_hidden_layers": 2, "max_position_embeddings": 128, "num_key_value_heads": 1}

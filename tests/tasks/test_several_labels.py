@@ -1,4 +1,4 @@
-"""Texts with any number of labels: read from lists, trained, scored by a threshold, distilled, cut and exported."""
+"""Texts with any number of labels: read from lists, trained, scored, distilled and cut."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ import numpy as np
 import pytest
 import torch
 from support.csv_files import SENTENCES
-from transformers import BertConfig, BertForSequenceClassification, pipeline
+from transformers import BertConfig, BertForSequenceClassification
 
 from ds_trainer.cuts.calibration import calibration_of
-from ds_trainer.deploy.export import save_folded
-from ds_trainer.deploy.onnx_file import predictor, session, write_onnx
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.exit_specs import ExitsSpec
 from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.recipe.technique_specs import DistillSpec
-from ds_trainer.tasks.evaluation import decide, evaluate, score_folder
+from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.registry import build_task, check_data_files
 from ds_trainer.tasks.task import Forward
-from ds_trainer.tasks.text.metrics import best_threshold
 from ds_trainer.techniques.distill.distill import Distill
 from ds_trainer.techniques.exits.exits import Exits
 from ds_trainer.techniques.technique import PhaseLength
@@ -43,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     names = ("joy", "anger", "fear")
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
-    config = BertConfig(vocab_size=len(tokenizer), **sizes, **labels, problem_type="multi_label_classification")
+    config = BertConfig(vocab_size=len(tokenizer), **sizes, **labels)
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -54,7 +51,8 @@ def spec_of(folder: Path, labels: list[Any] = LABELS, **fields: Any) -> TextSpec
     rows = [json.dumps({"text": text, "labels": label}) for text, label in zip(SENTENCES, labels, strict=True)]
     (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     files = {"data_dir": str(folder), "train_file": "rows.jsonl", "validation_file": "rows.jsonl"}
-    return TextSpec(**{"name": "text", "text_columns": ["text"], "label_column": "labels"} | files | fields)
+    settings = {"name": "text", "text_columns": ["text"], "label_column": "labels", "multi_label": True}
+    return TextSpec(**settings | files | fields)
 
 
 @pytest.fixture
@@ -62,16 +60,14 @@ def task(model: Path, tmp_path: Path) -> Any:
     return build_task(spec_of(tmp_path), model, tmp_path / "cache")
 
 
-def test_lists_are_read_as_several_labels_and_the_log_says_so(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lists_are_read_from_every_kind_of_file(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In JSON lines, and as JSON and pandas write them into CSV; the counts of every class are told."""
     caplog.set_level(logging.INFO, logger="ds_trainer")
     task = build_task(spec_of(tmp_path), model, tmp_path / "cache")
     assert task.label_names == ("joy", "anger", "fear")
     assert (task.examples("train").fields["labels"] == GOLD).all()
-    assert "any number of labels, and those with a probability above 0.5 are given" in caplog.text
     assert "classes: 2 anger, 3 fear, 2 joy" in caplog.text
+    assert task.build_model(model).config.problem_type == "multi_label_classification"
     cells = (repr(LABELS[0]), json.dumps(LABELS[1]), "[]", *map(repr, LABELS[3:]))
     rows = ['"' + cell.replace('"', '""') + '"' for cell in cells]
     text = "\n".join(f"{text},{row}" for text, row in zip(SENTENCES, rows, strict=True))
@@ -83,28 +79,23 @@ def test_lists_are_read_as_several_labels_and_the_log_says_so(
 @pytest.mark.parametrize(
     ("labels", "fields", "message"),
     [
-        ([{"fear": 1}, *LABELS[1:]], {}, r"rows\.jsonl, line 1: 'labels' has an object, .*where one label is expected"),
-        ([[["fear"]], *LABELS[1:]], {}, r"line 1: 'labels' has a list, .*where one label is expected"),
-        ([*LABELS[:5], "fear"], {}, r"line 6: the label is 'fear', where a list is expected"),
-        (["fear", *LABELS[1:]], {}, "line 2: the label is a list, and the first one is not"),
-        (["joy", *LABELS[1:]], {"multi_label": True}, "line 1: the label is 'joy', where a list is expected"),
-        (LABELS, {"multi_label": False}, "line 1: 'labels' has a list"),
-        (["{'fear', 'anger'}", *LABELS[1:]], {}, "line 1: .*a list of labels is written as in JSON"),
-        (['{"fear": 1}', *LABELS[1:]], {}, "line 1: .*a list of labels is written as in JSON"),
-        (["['fear' 'anger']", *LABELS[1:]], {}, r"line 1: .*a list of labels is written as in JSON: \[\"a\", \"b\"\]"),
-        (LABELS, {"metrics": ["f1"]}, "'f1' does not suit text: use micro_f1, macro_f1"),
-        (LABELS, {"positive_class": "joy"}, "positive_class: it goes with one class for each example"),
+        ([[["fear"]], *LABELS[1:]], {}, r"rows\.jsonl, line 1: 'labels' has a list, .*where one label is expected"),
+        ([*LABELS[:5], "fear"], {}, r"line 6: 'labels' is 'fear', where a list of labels is expected"),
+        (["{'fear', 'anger'}", *LABELS[1:]], {}, "line 1: .*where a list of labels is expected"),
+        (LABELS, {"multi_label": False}, "line 1: 'labels' has a list, .*: set multi_label to true"),
+        (["['joy']", *LABELS[1:]], {"multi_label": False}, "line 1: 'labels' has text, .*: set multi_label to true"),
     ],
 )
 def test_labels_that_are_no_lists_throughout_are_refused(
     labels: list[Any], fields: dict[str, Any], message: str, model: Path, tmp_path: Path
 ) -> None:
-    """Objects, lists of lists, lists beside classes, each with its line; and what goes with one class only."""
+    """Lists of lists, lists beside classes, each with its line; and what goes with one class only."""
     with pytest.raises(UserError, match=message):
-        build_task(spec_of(tmp_path, labels, **fields), model, tmp_path / "cache")
-    spec = spec_of(tmp_path, multi_label=True, regression=True, positive_class="joy", class_weights="balanced")
-    words = ["multi_label", "positive_class", "class_weights"]
-    assert [mistake.split(":")[0] for mistake in check_data_files(spec)] == words
+        build_task(spec_of(tmp_path, labels, **fields), model, tmp_path / "cache").examples("train")
+    several = spec_of(tmp_path, positive_class="joy", metrics=["f1"])
+    regression = spec_of(tmp_path, regression=True, class_weights="balanced")
+    mistakes = [mistake.split(":")[0] for spec in (several, regression) for mistake in check_data_files(spec)]
+    assert mistakes == ["metrics", "positive_class", "multi_label", "class_weights"]
 
 
 def test_loss_and_scores_are_those_of_each_class_alone(task: Any) -> None:
@@ -119,7 +110,7 @@ def test_loss_and_scores_are_those_of_each_class_alone(task: Any) -> None:
     torch.testing.assert_close(task.loss(out, batch), by_hand)
     answers = task.answers(out, batch)
     assert task.score("validation", answers) == pytest.approx({"micro_f1": 12 / 14, "macro_f1": (0.8 + 1 + 2 / 3) / 3})
-    more = {"macro_f1": (0.8 + 1 + 2 / 3) / 3, "f1/anger": 0.8, "f1/fear": 1, "f1/joy": 2 / 3, "threshold": 0.5}
+    more = {"macro_f1": (0.8 + 1 + 2 / 3) / 3, "f1/anger": 0.8, "f1/fear": 1, "f1/joy": 2 / 3}
     assert task.further_scores("validation", answers) == pytest.approx(more)
     right = dict(enumerate(np.where(GOLD[:, [2, 0, 1]], 1, -1).astype(np.float32)))  # by joy, anger, fear
     assert task.agreement("validation", answers, right) == pytest.approx(4 / 6)
@@ -131,57 +122,6 @@ def test_loss_and_scores_are_those_of_each_class_alone(task: Any) -> None:
     factors = torch.where(batch.labels > 0, torch.tensor([2.0, 2.0, 1.0]), torch.tensor(1.0))
     by_hand = (factors * torch.nn.functional.softplus(torch.where(batch.labels > 0, -logits, logits))).mean()
     torch.testing.assert_close(weighted.loss(out, batch), by_hand)
-
-
-def test_the_threshold_is_the_best_of_all(task: Any) -> None:
-    """No other one has a higher micro F1, equal probabilities are not split, and without a label nothing is given."""
-    draw = np.random.default_rng(0)
-    for _ in range(50):
-        shares, gold = draw.integers(1, 8, (12, 3)).astype(np.float32) / 8, draw.random((12, 3)) < 0.3
-
-        def f1(threshold: float, shares: Any = shares, gold: Any = gold) -> float:
-            given = shares > threshold
-            return float(2 * (given & gold).sum() / max(1, given.sum() + gold.sum()))
-
-        assert f1(best_threshold(shares, gold)) == max(f1(place) for place in np.arange(-0.05, 1, 0.1))
-
-
-def test_a_picked_threshold_travels_in_the_folder(model: Path, tmp_path: Path) -> None:
-    """Training picks it on held-out examples; the exported folder has it, and is scored with it where none are."""
-    spec = spec_of(tmp_path, held_out=0.5)
-    task = build_task(spec, model, tmp_path / "cache")
-    trained: Any = task.build_model(model).eval()
-    assert not hasattr(trained.config, "multi_label_threshold")
-    decide(lambda batch: SimpleNamespace(logits=4 * trained(**batch.inputs).logits), task, 4)
-    picked = task.threshold
-    assert picked != 0.5
-    task = build_task(spec, model, tmp_path / "cache")
-    task.restore({"macro_f1": 0.5, "threshold": picked})  # as the checkpoint of an evaluated step has it
-    trained = task.build_model(model)
-    save_folded(trained.eval(), [], task, task.collate(task.examples("train"), [0]), tmp_path / "out")
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert (config["problem_type"], config["multi_label_threshold"]) == ("multi_label_classification", picked)
-    alone = build_task(spec_of(tmp_path, train_file=None), tmp_path / "out", tmp_path / "cache")
-    assert score_folder(alone, tmp_path / "out", 4).scores["threshold"] == picked
-    [shares] = pipeline("text-classification", model=str(tmp_path / "out"), top_k=None)(["it rains"])
-    batch = alone.collate(alone.examples("validation"), [0])
-    logits = trained(**batch.inputs).logits[0]
-    assert sorted(one["score"] for one in shares) == pytest.approx(sorted(logits.sigmoid().tolist()), abs=1e-5)
-    pytest.importorskip("onnxruntime")
-    write_onnx(alone.build_model(tmp_path / "out"), batch.inputs, tmp_path / "model.onnx")
-    by_onnx = evaluate(predictor(session(tmp_path / "model.onnx", 1)), alone, 4).scores
-    assert by_onnx == pytest.approx(score_folder(alone, tmp_path / "out", 4).scores)
-
-
-def test_a_head_for_one_class_is_no_trained_head_for_several(task: Any, model: Path, tmp_path: Path) -> None:
-    """And the reverse: its probabilities would mean something else."""
-    single = build_task(spec_of(tmp_path, ["joy", "anger", "fear"] * 2), model, tmp_path / "cache")
-    with pytest.raises(UserError, match=r"another kind of task \(multi_label_classification\)"):
-        single.check_trained(model)
-    task.check_trained(model)
-    single.build_model(model).save_pretrained(tmp_path / "single")
-    with pytest.raises(UserError, match=r"another kind of task \(single_label_classification\): .* several labels"):
-        task.check_trained(tmp_path / "single")
 
 
 def test_a_label_that_is_never_given_is_told(task: Any) -> None:

@@ -20,7 +20,7 @@ from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.ranks import progress
 from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.recipe.technique_specs import DistillSpec
-from ds_trainer.tasks.divergences import TopK
+from ds_trainer.tasks.losses import TopK
 from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.techniques.distill import teacher as teacher_cache
 from ds_trainer.techniques.distill.distill import Distill

@@ -1,13 +1,12 @@
 """Language modelling over text: masked (arXiv 1810.04805, as DistilBERT trains, arXiv 1910.01108) or causal.
 
-`lm_text.py` reads documents, `sequences.py` cuts them into sequences (`chat.py` does for conversations), `packing.py`
-puts these together in rows, which are cached, `masking.py` draws new masks for every `draw`, and `head_positions.py`
-computes logits only where there is a loss.
+`lm_text.py` reads documents, `sequences.py` makes the sequences or packed rows that are cached, `masking.py` draws new
+masks for every `draw`, and `head_positions.py` computes logits only where there is a loss.
 """
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -21,13 +20,11 @@ from ds_trainer.models.pretrained import CAUSAL_LM, MASKED_LM, input_names
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
 from ds_trainer.recipe.task_specs import LmSpec
-from ds_trainer.tasks.data import Chunk, ExampleIds, Examples, pack, spread
+from ds_trainer.tasks.data import ExampleIds, Examples, pack, spread
 from ds_trainer.tasks.lm import lm_text
-from ds_trainer.tasks.lm.chat import Conversations
 from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.masking import TokenMasking, chosen_count, mask_tokens, token_weights
-from ds_trainer.tasks.lm.packing import packed
-from ds_trainer.tasks.lm.sequences import Cutter, Tally, summary, tokenised_documents
+from ds_trainer.tasks.lm.sequences import Conversations, Cutter, Tally, packed, summary
 from ds_trainer.tasks.records import Records
 from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
 
@@ -79,8 +76,9 @@ class LmTask(Task):
         added = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._special = np.unique([*tokenizer.all_special_ids, *added]).astype(np.int64)
         self._ordinary = np.setdiff1d(list(tokenizer.get_vocab().values()), self._special)
-        self._cutter = Cutter(spec, tokenizer, self._special)
-        self._conversations = Conversations(spec, tokenizer, source) if spec.messages_column else None
+        self._cutter: Cutter | Conversations = (
+            Conversations(spec, tokenizer, source) if spec.messages_column else Cutter(spec, tokenizer, self._special)
+        )
         self._masking: TokenMasking | None = None
 
     def build_model(self, folder: str | Path) -> nn.Module:
@@ -145,7 +143,8 @@ class LmTask(Task):
         return super().counts(examples, ids) | {"label": int(labels.sum())}
 
     def source(self, split: str) -> Records[Any]:
-        return lm_text.records(self.spec, split, self._conversations.tokens if self._conversations else lm_text.as_text)
+        read = self._cutter.tokens if isinstance(self._cutter, Conversations) else lm_text.as_text
+        return lm_text.records(self.spec, split, read)
 
     def hashed_values(self) -> list[Any]:
         return [self.tokenizer.get_chat_template()] if self.spec.messages_column else []
@@ -155,7 +154,7 @@ class LmTask(Task):
         spec, tally, records = self.spec, Tally(), self.source(split)
         columns = {"input_ids": np.int32} | ({"labelled": np.uint8} if spec.messages_column else {})
         documents = progress((row.value for row in records.rows()), "tokenising", records.unit or records.entry)
-        whole = pack(self._sequences(documents, tally), columns)
+        whole = pack(self._cutter.sequences(documents, tally), columns)
         kept = np.zeros(len(whole), bool)
         kept[spread(len(whole), self.limit(split))] = True
         is_kept = np.repeat(kept, whole.lengths)
@@ -245,13 +244,6 @@ class LmTask(Task):
 
     def decisions(self, answer: Any) -> Sequence[Any]:
         return answer.predicted
-
-    def _sequences(self, documents: Iterator[Any], tally: Tally) -> Iterator[Chunk]:
-        if self._conversations:
-            yield from self._conversations.sequences(documents, tally)
-            return
-        for some in tokenised_documents(documents, self.tokenizer):
-            yield {"input_ids": [part for document in some for part in self._cutter.parts(document, tally)]}
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

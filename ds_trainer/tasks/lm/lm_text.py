@@ -26,10 +26,10 @@ from ds_trainer.tasks.records import (
     Row,
     file_of,
     in_data_dir,
+    lines,
     missing_file,
     text_in,
 )
-from ds_trainer.tasks.table_rows import lines
 
 Message = dict[str, Any]
 """A message of a conversation, with "role" and "content"; a chat template may know further keys."""
@@ -49,29 +49,26 @@ def training_texts(spec: LmSpec) -> list[str]:
 
 def records(spec: LmSpec, split: str, read: Read = as_text) -> Records[Any]:
     """Return the source of a split: its texts but blank ones, or with messages_column what `read` makes of them."""
-    parse, counted, sources = partial(_document, spec, read), None, list[Records[Any]]()
+    parse, sources = partial(_document, spec, read), list[Records[Any]]()
     if spec.dataset:
         sources.append(HubRecords(spec.dataset, split, [spec.column], parse, missing=()))
     else:
         if split != "train" and spec.name == "mlm" and spec.train_file:
-            counted = records(spec, "train")  # its tokens are counted before any split can be masked
+            files(spec, "train")  # whose tokens are counted before any split can be masked: they must be there
         for path in files(spec, split):
             is_text = path.suffix.lower() == ".txt"
             kind = (_Lines if spec.line_by_line else _WholeText) if is_text else FileRecords
             sources.append(kind(path, [spec.column], parse, missing=()))
-    return Corpus(sources, counted)
+    return Corpus(sources)
 
 
 class Corpus(Records[Any]):
-    """The documents of several sources, one after another. A source may give none, but not all of them.
-
-    `counted` is another corpus, which is checked with this one.
-    """
+    """The documents of several sources, one after another. A source may give none, but not all of them."""
 
     unit = "document"
 
-    def __init__(self, sources: Sequence[Records[Any]], counted: Records[Any] | None) -> None:
-        self.sources, self.counted = sources, counted
+    def __init__(self, sources: Sequence[Records[Any]]) -> None:
+        self.sources = sources
         self.origin = sources[0].origin + (f" and {len(sources) - 1:,} more files" if len(sources) > 1 else "")
 
     def rows(self, most_mistakes: int = 20) -> Iterator[Row[Any]]:
@@ -87,8 +84,6 @@ class Corpus(Records[Any]):
 
     def check(self) -> None:
         """Raise what reading would raise up to the first document; the hub is left alone."""
-        if self.counted:
-            self.counted.check()
         if not isinstance(self.sources[0], HubRecords):
             super().check()
 

@@ -1,6 +1,7 @@
 """Where the rows of a labelled-text task come from: GLUE's official files, a user's files, the hub, or docstrings.
 
-The module loads neither torch nor numpy before rows are read, and does not tokenise.
+The tasks of GLUE (arXiv 1804.07461) are a table. The module loads neither torch nor numpy before rows are read, and
+does not tokenise.
 """
 
 import contextlib
@@ -8,7 +9,8 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,10 +18,57 @@ from ds_trainer.files.messages import kind_of, listed, quoted, shown
 from ds_trainer.recipe.task_specs import FAMILIES, TextSpec
 from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, find_file, text_in
 from ds_trainer.tasks.text import docstrings
-from ds_trainer.tasks.text.glue import GLUE, TASK_NAMES, is_regression, label_mistakes
 
-_WRITTEN_LIST = re.compile(r"\[\s*(['\"\d-].*)?\]|[({]\s*['\"].*[)}]", re.DOTALL)
-"""A list of labels in a cell of a table; also a tuple, a set or an object, which are refused."""
+REGRESSION_METRICS: tuple[str, ...] = ("pearson", "spearman")
+CLASS_METRICS: tuple[str, ...] = ("accuracy", "f1", "macro_f1", "matthews")
+SEVERAL_LABELS_METRICS: tuple[str, ...] = ("micro_f1", "macro_f1")
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """The files of one task of GLUE.
+
+    `labels` maps each label in the files to its name, in the order of the hub; it is empty if the labels are scores.
+    `header` names the columns of files without a header line. `hub_columns` are set if the hub names its columns
+    differently.
+    """
+
+    folder: str
+    columns: tuple[str, ...]
+    label: str
+    labels: Mapping[str, str]
+    metrics: tuple[str, ...] = ("accuracy",)
+    header: tuple[str, ...] | None = None
+    evaluation: Mapping[str, str] = field(default_factory=lambda: {"validation": "dev.tsv"})
+    hub_columns: tuple[str, ...] | None = None
+    skip_malformed: bool = False
+    score_range: tuple[float, float] | None = None
+
+
+_PAIR = ("sentence1", "sentence2")
+_BOTH = ("accuracy", "f1")
+_COLA = ("source", "label", "mark", "sentence")
+_NLI = {name: name for name in ("entailment", "neutral", "contradiction")}
+_MNLI_FILES = {"validation": "dev_matched.tsv", "validation_mismatched": "dev_mismatched.tsv"}
+_RTE = {"entailment": "entailment", "not_entailment": "not_entailment"}
+_QQP = {"0": "not_duplicate", "1": "duplicate"}
+_MRPC = {"0": "not_equivalent", "1": "equivalent"}
+GLUE = {
+    "cola": GlueTask(
+        "CoLA", ("sentence",), "label", {"0": "unacceptable", "1": "acceptable"}, ("matthews",), header=_COLA
+    ),
+    "sst2": GlueTask("SST-2", ("sentence",), "label", {"0": "negative", "1": "positive"}),
+    "mrpc": GlueTask("MRPC", ("#1 String", "#2 String"), "Quality", _MRPC, _BOTH, hub_columns=_PAIR),
+    "stsb": GlueTask("STS-B", _PAIR, "score", {}, REGRESSION_METRICS, score_range=(0.0, 5.0)),
+    "qqp": GlueTask("QQP", ("question1", "question2"), "is_duplicate", _QQP, _BOTH, skip_malformed=True),
+    "mnli": GlueTask("MNLI", _PAIR, "gold_label", _NLI, evaluation=_MNLI_FILES, hub_columns=("premise", "hypothesis")),
+    "qnli": GlueTask("QNLI", ("question", "sentence"), "label", _RTE),
+    "rte": GlueTask("RTE", _PAIR, "label", _RTE),
+    "wnli": GlueTask("WNLI", _PAIR, "label", {"0": "not_entailment", "1": "entailment"}),
+}
+TASK_NAMES = (*GLUE, "docstrings", "text")
+_WRITTEN_LIST = re.compile(r"\[\s*(['\"\d].*)?\]", re.DOTALL)
+"""A list of labels as JSON or pandas writes it into a cell of a table."""
 
 
 class TextRow(NamedTuple):
@@ -36,7 +85,7 @@ def setting_mistakes(spec: TextSpec) -> list[str]:
         near = difflib.get_close_matches(spec.name.lower(), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
         return [f"task name {quoted(spec.name)} is unknown: {hint}"]
-    mistakes = label_mistakes(spec, spec.multi_label)
+    mistakes = _label_mistakes(spec)
     if spec.name != "text":
         return mistakes
     kind = "column name" if spec.header else "column number"
@@ -49,20 +98,34 @@ def setting_mistakes(spec: TextSpec) -> list[str]:
     if wrong:
         allowed = "names" if spec.header else "numbers, from 0"
         mistakes.append(f"column {listed(wrong)}: header is {shown(spec.header)}, so that columns have {allowed}")
-    sources = filter(None, (spec.dataset, spec.train_file, spec.validation_file))
-    named = [source for source in sources if not source.lower().endswith((".csv", ".tsv"))]
-    if named and not spec.header:
-        mistakes.append(f"header is false, and the columns of {listed(named)} have names: drop header")
     return mistakes + spec.source_mistakes()
 
 
-def records(spec: TextSpec, split: str, several: bool | None = None, classes: Sequence[str] = ()) -> Records[TextRow]:
-    """Return the source of a split.
+def _label_mistakes(spec: TextSpec) -> list[str]:
+    """Return what does not suit the labels of the task."""
+    regression = is_regression(spec)
+    allowed = REGRESSION_METRICS if regression else SEVERAL_LABELS_METRICS if spec.multi_label else CLASS_METRICS
+    mistakes = [
+        f"metrics: {metric!r} does not suit {spec.name}: use {', '.join(allowed)}"
+        for metric in spec.metrics or ()
+        if metric not in allowed
+    ]
+    if spec.multi_label and (spec.name != "text" or regression):
+        kind = "a regression" if regression else spec.name
+        mistakes.append(f"multi_label: {kind} has no classes to give several of")
+    if spec.positive_class and (regression or spec.multi_label):
+        mistakes.append("positive_class: it goes with one class for each example: drop it")
+    if spec.class_weights and regression:
+        mistakes.append("class_weights: a regression has no classes: drop it")
+    return mistakes
 
-    `several` says whether a label must be a list, by default as the spec says, and `classes` which labels are known.
+
+def records(spec: TextSpec, split: str, classes: Sequence[str] = ()) -> Records[TextRow]:
+    """Return the source of a split; without `classes` any labels are allowed.
+
     The folder of a GLUE task is tried before data_dir itself, which may hold the files of another task.
     """
-    parse = partial(_row, spec, spec.multi_label if several is None else several, classes)
+    parse = partial(_row, spec, classes)
     if spec.name == "docstrings":
         return _Docstrings(split, parse)
     glue = GLUE.get(spec.name)
@@ -87,6 +150,36 @@ def training_texts(spec: TextSpec) -> list[str]:
     return [text for row in records(spec, "train").rows() for text in row.value.texts]
 
 
+def is_regression(spec: TextSpec) -> bool:
+    """Return whether the labels are scores."""
+    return not GLUE[spec.name].labels if spec.name in GLUE else spec.regression
+
+
+def known_labels(spec: TextSpec) -> tuple[str, ...]:
+    """Return the classes in order; none for regression, and none for "text", whose rows decide."""
+    if spec.name == "docstrings":
+        return docstrings.PACKAGES
+    return tuple(GLUE[spec.name].labels.values()) if spec.name in GLUE else ()
+
+
+def metrics_of(spec: TextSpec) -> tuple[str, ...]:
+    """Return the configured metrics, by default the task's official ones."""
+    if spec.metrics:
+        return tuple(spec.metrics)
+    if spec.name in GLUE:
+        return GLUE[spec.name].metrics
+    if spec.multi_label:
+        return SEVERAL_LABELS_METRICS
+    return REGRESSION_METRICS if spec.regression else ("accuracy", "f1") if spec.positive_class else ("accuracy",)
+
+
+def positive_class(spec: TextSpec) -> str | None:
+    """Return the class that `f1` is of: of a GLUE task of two classes the one whose label is 1."""
+    if spec.name not in GLUE:
+        return spec.positive_class
+    return spec.positive_class or GLUE[spec.name].labels.get("1")
+
+
 class _Docstrings(Records[TextRow]):
     """The embedded docstrings, which have neither a file nor lines."""
 
@@ -106,34 +199,26 @@ class _Docstrings(Records[TextRow]):
             yield number, dict(zip(self.columns, pair, strict=True))
 
 
-def _row(spec: TextSpec, several: bool | None, classes: Sequence[str], record: Record) -> TextRow:
+def _row(spec: TextSpec, classes: Sequence[str], record: Record) -> TextRow:
     *columns, column = record
     texts, cell = tuple(text_in(record, name) for name in columns), record[column]
     if is_regression(spec):
         return TextRow(texts, _score(spec, column, cell))
-    written = _list_in(column, cell) if spec.name == "text" and spec.multi_label is not False else None
-    if several is not None and several != (written is not None):
-        if several:
-            raise ValueError(f'the label is {cell!r}, where a list is expected, as ["a", "b"]')
-        raise ValueError("the label is a list, and the first one is not: write lists throughout")
-    labels = tuple(dict.fromkeys(_class_name(spec, column, each) for each in ([cell] if written is None else written)))
-    for label in labels:
-        if classes and label not in classes:
-            raise ValueError(f"unknown label {label!r}: allowed are {', '.join(map(repr, classes))}")
-    return TextRow(texts, labels[0] if written is None else labels)
+    cells = _list_in(column, cell) if spec.multi_label else [cell]
+    labels = tuple(dict.fromkeys(_class_name(spec, column, each) for each in cells))
+    if unknown := [label for label in labels if classes and label not in classes]:
+        raise ValueError(f"unknown label {unknown[0]!r}: allowed are {', '.join(map(repr, classes))}")
+    return TextRow(texts, labels if spec.multi_label else labels[0])
 
 
-def _list_in(column: str, cell: Any) -> list[Any] | None:
-    """Return the list in a cell, also as JSON or as pandas writes lists of text to CSV; None for other cells."""
-    if isinstance(cell, str) and _WRITTEN_LIST.fullmatch(cell.strip()):
-        for text in (cell, cell.replace("'", '"')):
-            with contextlib.suppress(ValueError):
-                written = json.loads(text)
-                if isinstance(written, list):
-                    return written
-        form = '["a", "b"]; where it is the name of a class, set multi_label to false'
-        raise ValueError(f"{quoted(column)} is {quoted(cell)}, and a list of labels is written as in JSON: {form}")
-    return cell if isinstance(cell, list) else None
+def _list_in(column: str, cell: Any) -> list[Any]:
+    """Return the list in a cell, also as JSON or pandas writes lists of text into a table."""
+    for text in (cell.replace("'", '"'), cell) if isinstance(cell, str) else ():
+        with contextlib.suppress(ValueError):
+            cell = json.loads(text)
+    if not isinstance(cell, list):
+        raise ValueError(f'{quoted(column)} is {quoted(cell)}, where a list of labels is expected, as ["a", "b"]')
+    return cell
 
 
 def _score(spec: TextSpec, column: str, value: Any) -> float:
@@ -150,8 +235,9 @@ def _score(spec: TextSpec, column: str, value: Any) -> float:
 
 
 def _class_name(spec: TextSpec, column: str, value: Any) -> str:
-    if isinstance(value, list | dict):
-        raise ValueError(f"{quoted(column)} has {kind_of(value)}, {quoted(value)}, where one label is expected")
+    if isinstance(value, list | dict) or (isinstance(value, str) and _WRITTEN_LIST.fullmatch(value.strip())):
+        present = f"{quoted(column)} has {kind_of(value)}, {quoted(value)}"
+        raise ValueError(f"{present}, where one label is expected: set multi_label to true if an example has several")
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # pandas writes a column of integers with gaps as floats
     name = "" if value is None or isinstance(value, float) else str(value).strip()

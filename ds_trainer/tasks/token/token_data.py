@@ -4,7 +4,6 @@ The module loads neither torch nor numpy before sentences are read, and does not
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,17 +14,15 @@ from ds_trainer.files.messages import kind_of, listed, quoted
 from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import TokenSpec
-from ds_trainer.tasks.records import FileRecords, Record, Records, Row, find_file, table
-from ds_trainer.tasks.table_rows import lines
+from ds_trainer.tasks.records import FileRecords, Record, Records, find_file, lines, table
 
 _DOCUMENT = "-DOCSTART-"
 """The word of the line by which CoNLL-2003 begins a document."""
+_NO_ROW = ("#", _DOCUMENT)
 _DOCUMENT_ENDS = ("#begin document", "#end document")
 """How the lines begin by which CoNLL-2011 and CoNLL-2012 begin and end a document."""
 _SEVERAL = re.compile(r"[0-9]+[-.][0-9]+")
 """The number by which CoNLL-U marks a line that is no single word."""
-_FEW_TAGS = 20
-"""This number of tags may each occur once in a file."""
 
 
 class Sentence(NamedTuple):
@@ -39,61 +36,39 @@ class Sentence(NamedTuple):
 class ConllRecords(FileRecords[Sentence]):
     """The sentences of a CoNLL file: a line for each word, and blank lines between sentences.
 
-    A line with a tab is cut at its tabs, any other at its spaces. All lines have as many fields as the first one that
-    does not begin with #: lines that do may be comments, or words. Where the first field is no word, it is CoNLL-U's
-    number of one, and lines that it numbers as several words (1-2), or as one that was left unsaid (1.1), are left out.
+    The first line that does not begin with # says whether fields are apart by tabs or by spaces, and how many a line
+    has. Lines that begin with # may be comments, or words. Where the first field is no word, it is CoNLL-U's number of
+    one, and lines that it numbers as several words (1-2), or as one that was left unsaid (1.1), are left out.
     """
 
     word_column: int = 0
     tag_column: int = -1
     unit = "sentence"
 
-    def rows(self, most_mistakes: int = 20) -> Iterator[Row[Sentence]]:
-        """Yield the sentences, and check at their end that the columns can be those of the words and of the tags."""
-        words, tags, numbered = dict[str, None](), Counter[str](), True
-        longest = 0
-        for row in super().rows(most_mistakes):
-            yield row
-            single = [word for word in row.value.words if not _SEVERAL.fullmatch(word)]
-            counted = ([str(first + place) for place in range(len(single))] for first in (0, 1))
-            numbered, longest = numbered and single in counted, max(longest, len(single))
-            words.update(dict.fromkeys(row.value.words))
-            tags.update(row.value.tags)
-        way_out = "set word_column and tag_column to the numbers of their columns, from 0 (-1 is the last)"
-        if numbered and longest > 1:
-            raise UserError(f"{self.origin}: column {self.word_column} numbers the words: {way_out}")
-        once = sum(count == 1 for count in tags.values())
-        if len(tags) > len(words) or (len(tags) > _FEW_TAGS and once > 0.9 * len(tags)):
-            raise UserError(
-                f"{self.origin}: tag_column ({self.tag_column}) has {len(tags):,} different tags, of which {once:,} "
-                f"occur once, such as {listed(list(tags)[:3])}, and word_column ({self.word_column}) {len(words):,} "
-                f"different words, such as {listed(list(words)[:3])}: {way_out}"
-            )
-
     def _source_hash(self) -> str:
         return content_hash(self.path).hex()  # its quotes are words, whatever the file's ending
 
     def _read(self) -> Iterator[tuple[int, Record]]:
-        first, line = self._first_row()
-        tabs, expected = "\t" in line, max(2, len(_fields(line)))
-        if first:
-            self._check_numbers(self.place(first), expected)
-        rows = list[tuple[str, str]]()
-        start = 0
+        first = next((line for line in map(str.rstrip, lines(self.path)) if line and not line.startswith(_NO_ROW)), "")
+        mark = "\t" if "\t" in first else " "
+        expected = max(2, len(_fields(first, mark)))
+        numbers = (self.word_column, self.tag_column)
+        if first and len({value % expected for value in numbers if -expected <= value < expected}) < 2:
+            columns = f"word_column is {numbers[0]}, and tag_column {numbers[1]}"
+            raise UserError(f"{self.path}: {columns}: name two of the {expected} fields, 0 to {expected - 1}")
+        rows, start = list[tuple[str, str]](), 0
         for number, line in enumerate(chain(map(str.rstrip, lines(self.path)), [""]), 1):
-            fields = _fields(line)
+            fields = _fields(line, mark)
             if not line or fields[0] == _DOCUMENT:
                 if rows:
                     yield start, dict(zip(self.columns, map(list, zip(*rows, strict=True)), strict=True))
                 rows = []
                 continue
-            if line.startswith("#"):
-                # #word and a # inside a sentence are words, if a line of words looks like that
-                unlike = "\t" not in line and (tabs or len(fields) != expected)
-                above = not rows and (len(fields) != expected or line.partition("\t")[0].rstrip().startswith("# "))
-                if unlike or above or line.startswith(_DOCUMENT_ENDS):
-                    self._leave_out("as comments", number)
-                    continue
+            # #word and a # inside a sentence are words, if the line has as many fields as the others
+            is_comment = len(fields) != expected or (not rows and line.startswith("# "))
+            if line.startswith(_DOCUMENT_ENDS) or (line.startswith("#") and is_comment):
+                self._leave_out("as comments", number)
+                continue
             if len(fields) != expected:
                 raise UserError(
                     f"{self.place(number)}: {len(fields)} fields where {expected} are expected ({quoted(line)}): write "
@@ -105,24 +80,9 @@ class ConllRecords(FileRecords[Sentence]):
             start = start if rows else number
             rows.append((fields[self.word_column], fields[self.tag_column]))
 
-    def _first_row(self) -> tuple[int, str]:
-        """Return the first line that is certainly no comment, and its number; where all begin with #, the first."""
-        numbered = enumerate(map(str.rstrip, lines(self.path)), 1)
-        rows = ((number, line) for number, line in numbered if line and not line.startswith(_DOCUMENT))
-        first = next(rows, (0, ""))
-        return next((row for row in chain([first], rows) if not row[1].startswith("#")), first)
 
-    def _check_numbers(self, place: str, count: int) -> None:
-        numbers = {"word_column": self.word_column, "tag_column": self.tag_column}
-        for name, value in numbers.items():
-            if not -count <= value < count:
-                raise UserError(f"{place}: {name} is {value}, and the {count} fields have the numbers 0 to {count - 1}")
-        if len({value % count for value in numbers.values()}) < 2:
-            raise UserError(f"{place}: word_column and tag_column name the same of the {count} fields")
-
-
-def _fields(line: str) -> list[str]:
-    return [field for part in line.split("\t" if "\t" in line else " ") if (field := part.strip(" "))]
+def _fields(line: str, mark: str) -> list[str]:
+    return [field for part in line.split(mark) if (field := part.strip(" "))]
 
 
 def training_texts(spec: TokenSpec) -> list[str]:

@@ -2,8 +2,10 @@
 
 An example is a window of a sentence: the words beyond `max_seq_length` go into further windows. A word has its loss
 and its answer at its first piece; with `label_all_tokens` all its pieces have a loss. A word without a piece, such as
-a zero-width space, is in no window, and its answer is O. `token_data.py` reads the sentences, and `entities.py` scores
-them.
+a zero-width space, is in no window, and its answer is O. `token_data.py` reads the sentences.
+
+Tags are scored by `seqeval`, which reads IOB1, IOB2 and IOBES as the script of CoNLL-2000 does. An entity is predicted
+rightly if its kind, its first and its last word are all right.
 """
 
 import re
@@ -16,6 +18,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from seqeval.metrics.sequence_labeling import get_entities
 from torch import Tensor
 
 from ds_trainer.files.messages import listed
@@ -23,14 +26,15 @@ from ds_trainer.models import classifiers
 from ds_trainer.models.pretrained import TOKEN_CLASSIFIER
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import TokenSpec
-from ds_trainer.tasks.data import ExampleIds, Examples
-from ds_trainer.tasks.held_out import source_split
+from ds_trainer.tasks.data import ExampleIds, Examples, source_split
 from ds_trainer.tasks.records import Records, Row
 from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
-from ds_trainer.tasks.token import entities, token_data
-from ds_trainer.tasks.token.entities import OUTSIDE
+from ds_trainer.tasks.token import token_data
 from ds_trainer.tasks.token.token_data import Sentence
 
+OUTSIDE = "O"
+"""The tag of a word that is in no entity."""
+_TAG = re.compile(r"[BIES]-(.+)")
 _COLUMNS = {"input_ids": np.int32, "tag": np.int32, "word": np.int32}
 """The columns of tokens. `tag` is 1 + the class of a labelled token. `word` is 1 + the place in the sentence of the
 word that begins here. Elsewhere both are 0."""
@@ -59,7 +63,7 @@ class TokenTask(Task):
         head = classifiers.trained_head(self.config, TOKEN_CLASSIFIER)
         tags = classifiers.class_names(spec, head, partial(_tags_in, spec))
         self.label_names = classifiers.label_order(tags, head)
-        self.kinds = entities.kinds_of(self.label_names)
+        self.kinds = entity_kinds(self.label_names)
 
     def source(self, split: str) -> Records[Sentence]:
         return token_data.records(self.spec, source_split(self.spec, split), self.label_names)
@@ -70,15 +74,6 @@ class TokenTask(Task):
 
     def hashed_values(self) -> list[Any]:
         return [self.label_names]
-
-    def summary(self, split: str) -> str:
-        if self.kinds:
-            return super().summary(split)
-        tags = listed([name for name in self.label_names if name != OUTSIDE][:3])
-        return (
-            f"{super().summary(split)}; its tags, such as {tags}, name no entities, which are written B-person and "
-            f"I-person: the score is the accuracy of tags alone"
-        )
 
     def description(self, rows: Sequence[Row[Sentence]], examples: Examples) -> str:
         words, tagged = sum(len(row.value.words) for row in rows), int((examples.tokens["word"] > 0).sum())
@@ -134,7 +129,7 @@ class TokenTask(Task):
     def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
         check_finite(split, [-1 not in classes for classes in answers.values()])
         gold = [sentence.tags for sentence in self.sentences(split)]
-        return entities.score(gold, self._predicted(split, answers), self.kinds)
+        return entity_scores(gold, self._predicted(split, answers), self.kinds)
 
     def decisions(self, answer: Any) -> Sequence[Any]:
         return answer
@@ -200,10 +195,55 @@ class TokenTask(Task):
         return pieces, before, behind
 
 
+def entity_kinds(tags: Sequence[str]) -> tuple[str, ...]:
+    """Return the kinds of entities that the tags name, sorted. Tags such as NOUN name none.
+
+    Of B, I and O alone the only kind is `_`, as seqeval calls it. UserError where only some of the tags name a kind.
+    """
+    if set(tags) <= set("BIESO"):
+        return ("_",)
+    kinds = {match[1] for tag in tags if (match := _TAG.fullmatch(tag))}
+    others = [tag for tag in tags if not _TAG.fullmatch(tag) and tag != OUTSIDE]
+    if kinds and others:
+        raise UserError(
+            f"the tags {listed(others)} name no entity, and others do: write O, or B-, I-, E- or S- before a kind, "
+            f"such as B-person"
+        )
+    return tuple(sorted(kinds))
+
+
+def entity_scores(gold: list[list[str]], predicted: list[list[str]], kinds: Sequence[str]) -> dict[str, float]:
+    """Return F1, precision and recall of the entities, the accuracy of the tags, and F1 for each kind as `f1/KIND`.
+
+    The lists have a list of tags for each sentence. Without kinds there is only the accuracy.
+    """
+    pairs = [pair for sentences in zip(gold, predicted, strict=True) for pair in zip(*sentences, strict=True)]
+    accuracy = {"accuracy": sum(one == other for one, other in pairs) / len(pairs)}
+    if not kinds:
+        return accuracy
+    true, given = set(get_entities(gold)), set(get_entities(predicted))  # (kind, first, last)
+    right = true & given
+
+    def f1(kind: str | None = None) -> float:
+        hits, *sizes = (sum(kind in (None, entity[0]) for entity in some) for some in (right, true, given))
+        return 2 * hits / max(1, sum(sizes))
+
+    shares = {"precision": len(right) / max(1, len(given)), "recall": len(right) / max(1, len(true))}
+    return {"f1": f1()} | shares | accuracy | {f"f1/{kind}": f1(kind) for kind in kinds}
+
+
 def _tags_in(spec: TokenSpec, split: str) -> tuple[str, ...]:
-    """Return the tags of a split's sentences, O first and then sorted."""
+    """Return the tags of a split's sentences, O first and then sorted; UserError if these can be no words and tags."""
     records = token_data.records(spec, split)
-    tags = {tag for row in records.rows() for tag in row.value.tags}
+    words, tags = dict[str, None](), dict[str, None]()
+    for row in records.rows():
+        words.update(dict.fromkeys(row.value.words))
+        tags.update(dict.fromkeys(row.value.tags))
+    if len(tags) > len(words) or all(re.fullmatch(r"[0-9.-]+", word) for word in words):
+        raise UserError(
+            f"{records.origin} has the words {listed(words, 3)}, and the tags {listed(tags, 3)}: name the columns of "
+            f"both, in CoNLL files by word_column and tag_column, from 0 (-1 is the last)"
+        )
     if len(tags) < 2:
         raise UserError(f"{records.origin} has the tags {listed(tags) or 'none'}: at least two are needed")
     return tuple(sorted(tags, key=lambda tag: (tag != OUTSIDE, tag)))

@@ -13,8 +13,8 @@ recipe gives weights to any of these terms. Each is a mean over examples or toke
 
 The temperature divides the gradient by T**2, which the factor T**2 makes up for. A regression has no classes: its
 logits term is the squared error. SQuAD has two sets of logits (start and end), and a term is the mean over the sets; a
-language model has a row of logits for every position with a loss. The formulas are in `tasks/divergences.py` and
-`tasks/losses.py`. How the student is made smaller is not decided here.
+language model has a row of logits for every position with a loss. The formulas are in `tasks/losses.py`.
+How the student is made smaller is not decided here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.recipe import GroupRule
 from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks import losses
-from ds_trainer.tasks.divergences import TopK
+from ds_trainer.tasks.losses import TopK
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
 from ds_trainer.techniques.distill.teacher import Outputs, Teacher, announce, cached_teacher, remembering, teacher_ids
 from ds_trainer.techniques.technique import PhaseLength, Technique

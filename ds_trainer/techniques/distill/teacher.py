@@ -38,7 +38,7 @@ from ds_trainer.ranks.progress import progress
 from ds_trainer.recipe.jobs import DTYPES
 from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks.data import Array, evaluation_shard, fingerprint, open_arrays, save_aside, write_index
-from ds_trainer.tasks.divergences import TopK
+from ds_trainer.tasks.losses import TopK
 from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task
 
 _TOKENS = 2048
