@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from ds_trainer.ranks.failures import UserError
-from ds_trainer.recipe.fields import Positive, Rate, Share, Strict
+from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.recipe.fields import Positive, Rate, Share, Strict, only
 
 EXITS_FILE = "exits.json"
 DEFAULT_PATIENCE = 2
@@ -29,16 +29,11 @@ def _check_ascending(layers: list[int]) -> list[int]:
 
 
 def _threshold(most: float, allowed: str) -> BeforeValidator:
-    """Accept a number or a list of numbers; pydantic itself would report each kind of a union in a line of its own."""
-
-    def check(value: Any) -> Any:
+    def fits(value: Any) -> bool:
         values = value if isinstance(value, list) else [value]
-        if values and all(type(number) in (int, float) and 0 <= number <= most for number in values):
-            return value
-        instead = f", not {value}" if isinstance(value, list) else ""  # of a number the caller adds it
-        raise UserError(f"write {allowed}, or a list of one per head{instead}")
+        return bool(values) and all(type(number) in (int, float) and 0 <= number <= most for number in values)
 
-    return BeforeValidator(check)
+    return only(fits, f"write {allowed}, or a list of one per head")
 
 
 LayerNumbers = Annotated[list[Positive], Field(min_length=1), AfterValidator(_check_ascending)]
@@ -60,11 +55,8 @@ _REMOVED_UNCERTAINTY = "least_certain", "a sequence leaves once its least certai
 class ExitsSpec(Strict):
     """A classifier after every layer: DeeBERT (arXiv 2004.12993) and PABEE (arXiv 2006.04152)."""
 
-    greater_is_better: ClassVar[Mapping[str, bool]] = {
-        **dict.fromkeys(("expected_saving", "speedup"), True),
-        **dict.fromkeys(("mean_layers", "seconds", "full_seconds"), False),
-    }
-    """Of what an evaluation adds to the scores, as `early_exit/speedup`."""
+    greater_is_better: ClassVar[Mapping[str, bool]] = {"mean_layers": False, "expected_saving": False}
+    """Of what an evaluation adds to the scores, as `early_exit/mean_layers`."""
     removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "head_weights": (None, "the heads weigh 1 each, and in joint training the number of their layer: drop it"),
         "per_head": (False, "calibrate one threshold for all heads, or write a list of thresholds, one per head"),
@@ -84,17 +76,15 @@ class ExitsSpec(Strict):
     target_speedup: float | None = Field(None, ge=1, description="calibrate for all layers / mean of layers used")
     max_drop: Rate | None = Field(None, description="calibrate for at most this many points below the full model")
 
-    @model_validator(mode="after")
-    def _consistent(self) -> ExitsSpec:
+    def mistakes(self) -> Iterator[str]:
         if self.target_speedup is not None and self.max_drop is not None:
-            raise UserError("target_speedup and max_drop are both set: the thresholds can be picked for one of them")
+            yield "target_speedup and max_drop are both set: the thresholds can be picked for one of them"
         aim, criterion = "max_drop" if self.target_speedup is None else "target_speedup", self.chosen_criterion
         for name in self._thresholds_set():
             if self.calibrated and name != "patience":  # calibrating a regression picks its tolerance, not its patience
-                raise UserError(f"{name} is set, and {aim} picks it: drop one of them")
-            if _CRITERIA[name] != criterion:
-                raise UserError(f'{name} goes with criterion "{_CRITERIA[name]}", not with "{criterion}": drop one')
-        return self
+                yield f"{name} is set, and {aim} picks it: drop one of them"
+            elif _CRITERIA[name] != criterion:
+                yield f'{name} goes with criterion "{_CRITERIA[name]}", not with "{criterion}": drop one'
 
     @property
     def calibrated(self) -> bool:
@@ -126,6 +116,17 @@ class ExitPolicy(Strict):
         """Whether it is patience with tolerances, which only a regression has."""
         return self.criterion == "patience" and bool(self.thresholds)
 
+    def mistakes_for(self, heads: int, regression: bool) -> Iterator[str]:
+        """Say where the policy does not fit a model with this number of heads beside its own."""
+        by_patience = self.criterion == "patience"
+        given, needed = len(self.thresholds), 0 if by_patience and not regression else heads
+        if regression and not by_patience:
+            yield _no_probabilities(self.criterion)
+        elif given != needed:
+            yield f"{given} thresholds for {heads} heads by {self.criterion}: give {needed}"
+        if by_patience and self.patience is None:
+            yield "criterion is patience and patience is not set"
+
 
 class SavedExits(Strict):
     """The content of `exits.json`: the layers with an exit head beside the model's own, and the exit policy.
@@ -142,22 +143,8 @@ class SavedExits(Strict):
     held_out_key: str = Field("", description="hash that identifies the examples that were kept out of training")
     calibration: dict[str, Any] | None = None
 
-    @model_validator(mode="after")
-    def _consistent(self) -> SavedExits:
-        check_policy(self.policy, len(self.layers), self.policy.of_regression)
-        return self
-
-
-def check_policy(policy: ExitPolicy, heads: int, regression: bool) -> None:
-    """Raise UserError where a policy does not fit a model with this number of heads beside its own."""
-    by_patience = policy.criterion == "patience"
-    if regression and not by_patience:
-        raise UserError(f"exits: {_no_probabilities(policy.criterion)}")
-    given, needed = len(policy.thresholds), 0 if by_patience and not regression else heads
-    if given != needed:
-        raise UserError(f"exits: {given} thresholds for {heads} heads by {policy.criterion}: give {needed}")
-    if by_patience and policy.patience is None:
-        raise UserError("exits: criterion is patience and patience is not set")
+    def mistakes(self) -> Iterator[str]:
+        return self.policy.mistakes_for(len(self.layers), self.policy.of_regression)
 
 
 def policy_of(spec: ExitsSpec, heads: int, regression: bool) -> ExitPolicy:
@@ -173,35 +160,33 @@ def policy_of(spec: ExitsSpec, heads: int, regression: bool) -> ExitPolicy:
         value = 0.9 if criterion == "confidence" else 0.1
     thresholds = value if isinstance(value, list) else [value] * heads
     policy = ExitPolicy(criterion=criterion, thresholds=thresholds, patience=patience)
-    check_policy(policy, heads, regression)
+    raise_mistakes(f"exits: {mistake}" for mistake in policy.mistakes_for(heads, regression))
     return policy
 
 
 def aim_mistakes(
     spec: ExitsSpec, criterion: Criterion, layers: Sequence[int], depth: int | None, regression: bool
-) -> list[str]:
-    """List why a calibration cannot succeed, known before any pass over the data; each starts with a field's name.
+) -> Iterator[str]:
+    """Say why a calibration cannot succeed, known before any pass over the data; each starts with a field's name.
 
     `layers` are those with a head beside the model's own, which follows layer `depth`; None where that is unknown.
     """
     if regression and criterion != "patience":
-        return [_no_probabilities(criterion)]
-    picks_patience = criterion == "patience" and not regression
-    mistakes = []
+        yield _no_probabilities(criterion)
+        return
     if spec.calibrated and spec.patience is not None and not regression:
-        mistakes.append(f"patience {spec.patience}: it goes with a regression; for classes it is calibrated: drop it")
+        yield f"patience {spec.patience}: it goes with a regression; for classes it is calibrated: drop it"
     if spec.target_speedup is None or depth is None:
-        return mistakes
-    # with patience n a sample can leave at head n + 1 at the earliest
-    skipped = (1 if picks_patience else spec.patience or DEFAULT_PATIENCE) if criterion == "patience" else 0
+        return
+    # with patience n a sample can leave at head n + 1 at the earliest; of classes the patience is picked: from 1 on
+    skipped = (spec.patience or DEFAULT_PATIENCE if regression else 1) if criterion == "patience" else 0
     earliest = [*layers, depth][min(skipped, len(layers))]
     if spec.target_speedup > depth / earliest:
         fastest = math.floor(100 * depth / earliest) / 100
-        mistakes.append(
+        yield (
             f"target_speedup {spec.target_speedup:g}: the fastest is {fastest:g}, for nobody leaves before layer "
             f"{earliest} of {depth}; set it to that or less, or add earlier heads"
         )
-    return mistakes
 
 
 def _no_probabilities(criterion: Criterion) -> str:

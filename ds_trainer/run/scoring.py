@@ -22,7 +22,7 @@ from ds_trainer.report.results import encoder_weights, is_detail
 from ds_trainer.run.checkpoint_model import model_of
 from ds_trainer.tasks.evaluation import score_folder
 from ds_trainer.tasks.registry import build_task
-from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits, flat_scores, load_with_exits
+from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits
 
 
 def evaluate_folder(job: EvaluateJob) -> dict[str, float]:
@@ -107,9 +107,8 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
                 f"{job.predictions_dir} gets no predictions: the task {job.task.name} is scored by its loss"
             )
         if saved:
-            early = load_with_exits(task, Path(job.model), policy)
-            files[EXITS_FILE] = evaluate_exits(early, task, job.batch_size)
-            evaluation.scores |= flat_scores(task, files[EXITS_FILE])
+            scores, files[EXITS_FILE] = evaluate_exits(Path(job.model), task, job.batch_size, policy)
+            evaluation.scores |= scores
     return evaluation.scores, files
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.exit_folders import CLASSES, ENTROPY, exiting, json_of, make_folder
+from support.exit_folders import CLASSES, ENTROPY, json_of, make_folder
 from support.launching import run_deepspeed, run_script
 
 from ds_trainer.cli.evaluate import calibrate_command, read_calibrate_job, read_evaluate_job
 from ds_trainer.recipe.exit_specs import ExitPolicy
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.early_exit import read_exits
-from ds_trainer.techniques.exits.exit_evaluation import evaluate_exits, flat_scores
+from ds_trainer.techniques.exits.exit_evaluation import evaluate_exits
 
 pytest_plugins = ("support.exit_fixtures",)
 
@@ -38,14 +38,14 @@ def test_evaluation_scores_the_exits_of_a_folder_on_any_number_of_ranks(
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert json.dumps(scores, indent=2) in done.stdout
     results = json.loads((tmp_path / "eval" / "exits.json").read_text())
-    alone = evaluate_exits(exiting(task, classifier), task, 64)
+    of_exits, alone = evaluate_exits(classifier, task, 64)
     own = ("accuracy", "macro_f1", *(f"f1/{name}" for name in task.label_names))
     assert results.keys() == alone.keys()
-    assert scores.keys() == {*own, *flat_scores(task, alone)}
+    assert scores.keys() == {*own, *of_exits}
     of_split, alone_of_split = (each["splits"]["validation"] for each in (results, alone))
     assert scores["accuracy"] == of_split["heads"]["4"]["accuracy"]
     for name in ("accuracy", "mean_layers", "expected_saving"):
-        assert scores[f"early_exit/{name}"] == flat_scores(task, alone)[f"early_exit/{name}"]
+        assert scores[f"early_exit/{name}"] == of_exits[f"early_exit/{name}"]
     assert of_split["heads"] == alone_of_split["heads"]
     assert of_split["early_exit"]["exit_counts"] == alone_of_split["early_exit"]["exit_counts"]
     layers, expected = ([p["mean_layers"] for p in each["curves"]["entropy"]] for each in (of_split, alone_of_split))

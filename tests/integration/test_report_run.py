@@ -53,7 +53,7 @@ def results_of(output: Path) -> dict:
 def test_the_exits_are_calibrated_on_held_out_examples(output):
     """On a fifth of the training rows, which no phase has trained on; folder, results and file agree.
 
-    The results have every head's score, counts of all samples and the measured speed-up; the curves lie beside.
+    The results have every head's score and counts of all samples; the curves lie beside.
     """
     results = results_of(output)["exits"]
     exits = results["exits"]
@@ -72,10 +72,8 @@ def test_the_exits_are_calibrated_on_held_out_examples(output):
     mean = sum(int(layer) * count for layer, count in early["exit_counts"].items()) / 61
     assert early["mean_layers"] == pytest.approx(mean)
     assert early["expected_saving"] == pytest.approx(mean / LAYERS)
-    assert set(early["measured"]) == {"batch_1", "batch_8"}
     for name, value in {"accuracy": early["scores"]["accuracy"], "mean_layers": mean}.items():
         assert results["eval"][f"early_exit/{name}"] == pytest.approx(value)
-    assert results["eval"]["early_exit/speedup"] > 0
     assert "curves" not in split
     curves = json.loads((output / "eval" / "exits.json").read_text())["splits"]["validation"]["curves"]
     assert curves.keys() == {"entropy", "confidence", "patience"}

@@ -192,7 +192,7 @@ def test_a_policy_that_does_not_fit_is_told(fields, regression, words):
 )
 def test_an_aim_that_cannot_be_reached_is_told(fields, criterion, layers, regression, message):
     """Of a model of 6 layers: what nobody can leave early enough for, and what there is not to pick."""
-    mistakes = aim_mistakes(ExitsSpec(**fields), criterion, layers, 6, regression)
+    mistakes = list(aim_mistakes(ExitsSpec(**fields), criterion, layers, 6, regression))
     assert len(mistakes) == (message is not None)
     assert message is None or message in mistakes[0]
 

@@ -24,7 +24,6 @@ from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits import exit_evaluation
 from ds_trainer.techniques.exits.early_exit import (
-    EarlyExitModel,
     doubt,
     doubts_of_all,
     exit_at,
@@ -39,9 +38,6 @@ from ds_trainer.techniques.exits.exit_evaluation import (
     choose,
     curve,
     evaluate_exits,
-    flat_scores,
-    measured_speed,
-    without_curves,
 )
 
 pytest_plugins = ("support.exit_fixtures",)
@@ -226,8 +222,7 @@ def test_limits_of_a_choice() -> None:
 @pytest.fixture(scope="module")
 def evaluated(csv_folder: Path, classifier: Path, cache: Path) -> dict[str, Any]:
     """The evaluation of the classifier's exits, in batches of 8; tests leave it as it is."""
-    task = build_task(spec_of(csv_folder), classifier, cache)
-    return evaluate_exits(exiting(task, classifier), task, 8)
+    return evaluate_exits(classifier, build_task(spec_of(csv_folder), classifier, cache), 8)[1]
 
 
 def run_early(task: Task, folder: Path, policy: ExitPolicy | None, split: str = "validation") -> dict[str, Any]:
@@ -272,7 +267,7 @@ def test_what_is_computed_from_all_heads_is_what_the_model_does(
     """
     folder = classifier if kind == "classes" else regressor
     task = task if kind == "classes" else scores_task
-    results = evaluated if kind == "classes" else evaluate_exits(exiting(task, folder), task, 8)
+    results = evaluated if kind == "classes" else evaluate_exits(folder, task, 8)[1]
     of_split = results["splits"]["validation"]
     assert list(of_split["curves"]) == (list(OF_CLASSES) if kind == "classes" else ["patience"])
     for criterion, points in of_split["curves"].items():
@@ -300,11 +295,6 @@ def test_the_result_is_json_of_the_agreed_form(evaluated: dict[str, Any]) -> Non
     mean = sum(int(layer) * count for layer, count in early["exit_counts"].items()) / 61
     expected = {"mean_layers": mean, "expected_saving": mean / 4, "expected_speedup": 4 / mean}
     assert {name: early[name] for name in expected} == pytest.approx(expected)
-    limits = {"batch_1": exit_evaluation._ONE_BY_ONE, "batch_8": exit_evaluation._BATCHED}
-    examples = {name: of["examples"] for name, of in early["measured"].items()}
-    assert examples == {name: min(61, limit) for name, limit in limits.items()}
-    assert without_curves(evaluated)["splits"]["validation"].keys() == {"heads", "early_exit"}
-    assert "curves" in of_split
 
 
 def test_every_head_is_scored_by_itself_with_the_models_label_order(
@@ -333,11 +323,10 @@ def test_both_evaluation_splits_of_mnli_are_evaluated(tmp_path: Path, cache: Pat
         (tmp_path / "MNLI" / f"{file}.tsv").write_text(text)
     folder = make_folder(tmp_path / "model", labels, ENTROPY)
     task = build_task(TextSpec(name="mnli", data_dir=str(tmp_path)), folder, cache)
-    results = evaluate_exits(exiting(task, folder), task, 8)
+    flat, results = evaluate_exits(folder, task, 8)
     counts = {split: sum(of["early_exit"]["exit_counts"].values()) for split, of in results["splits"].items()}
     assert counts == {"validation": 9, "validation_mismatched": 14}
-    flat = flat_scores(task, results)
-    names = ["accuracy", "mean_layers", "expected_saving", "speedup", "seconds", "full_seconds"]
+    names = ["accuracy", "mean_layers", "expected_saving"]
     names += [f"leave_at_{layer}" for layer in results["layers"]]
     expected = {f"early_exit/{name}" for name in names} | {f"exit_{layer}/accuracy" for layer in (1, 2, 3)}
     assert set(flat) == expected | {f"validation_mismatched/{name}" for name in expected}
@@ -345,29 +334,6 @@ def test_both_evaluation_splits_of_mnli_are_evaluated(tmp_path: Path, cache: Pat
     assert flat["exit_1/accuracy"] == first["heads"]["1"]["accuracy"]
     assert flat["validation_mismatched/early_exit/leave_at_1"] == second["early_exit"]["exit_counts"]["1"]
     assert flat["validation_mismatched/early_exit/accuracy"] == second["early_exit"]["scores"]["accuracy"]
-    assert flat["early_exit/speedup"] == first["early_exit"]["measured"]["batch_8"]["speedup"]
-
-
-def test_times_are_of_both_models_in_turn_after_a_warm_up(
-    task: Task, classifier: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each batch goes through both, which is first changes, and the first round counts for nothing. With no time at all
-    one batch is measured."""
-    runs: list[str] = []
-
-    def timed(run: Any, device: torch.device) -> float:
-        assert torch.is_inference_mode_enabled()
-        runs.append("early" if isinstance(run.func, EarlyExitModel) else "full")
-        assert len(run.keywords["input_ids"]) <= 8
-        return {"early": 1.0, "full": 3.0}[runs[-1]] if len(runs) > 2 else 1000.0
-
-    monkeypatch.setattr(exit_evaluation.machine, "seconds", timed)
-    model = exiting(task, classifier)
-    times = measured_speed(model, task, "validation", batch_size=8, limit=20)
-    assert times == {"examples": 20, "seconds": 3.0, "full_seconds": 9.0, "speedup": 3.0}
-    assert runs == [*["early", "full"], *["full", "early"], *["early", "full"], *["full", "early"]]
-    monkeypatch.setattr(exit_evaluation, "_SECONDS", 0.0)
-    assert measured_speed(model, task, "validation", batch_size=8, limit=20)["examples"] == 8
 
 
 @pytest.mark.parametrize(
@@ -417,9 +383,9 @@ def test_a_regression_calibrates_its_tolerance_at_the_given_patience(
         limits = [record["threshold"]] * 3
         assert read_exits(folder).policy == ExitPolicy(criterion="patience", thresholds=limits, patience=layers - 1)
         assert record["mean_layers"] == layers
-    assert evaluate_exits(exiting(scores_task, folder), scores_task, 64)["calibration"] == record
+    assert evaluate_exits(folder, scores_task, 64)[1]["calibration"] == record
     other = ExitPolicy(criterion="patience", thresholds=[0.1] * 3, patience=3)
-    assert evaluate_exits(exiting(scores_task, folder, other), scores_task, 64)["calibration"] is None
+    assert evaluate_exits(folder, scores_task, 64, other)[1]["calibration"] is None
     with pytest.raises(ValueError, match='a regression has no probabilities: set "patience"'):
         calibrate_folder(folder, scores_task, 16, ExitsSpec(criterion="entropy", max_drop=1))
 

@@ -112,7 +112,7 @@ def run_early(model: EarlyExitModel, task: Task, split: str) -> tuple[dict[str, 
 def test_what_is_computed_from_all_heads_is_what_the_model_does(task: Task, folder: Path) -> None:
     """Points of each curve, set as the policy and run, have their entity scores and layers; so have single heads."""
     model = exiting(task, folder)
-    of_split = evaluate_exits(model, task, 8)["splits"]["validation"]
+    of_split = evaluate_exits(folder, task, 8)[1]["splits"]["validation"]
     heads = all_heads(model, task, "validation", 8, None)
     for criterion, points in of_split["curves"].items():
         for point in [points[0], points[len(points) // 2], points[-1]]:

@@ -38,8 +38,8 @@ from ds_trainer.files.writing import write_whole
 from ds_trainer.models.folders import as_user_error
 from ds_trainer.models.layers import encoder_layers
 from ds_trainer.models.pretrained import TOKEN_CLASSIFIER, load_trained
-from ds_trainer.ranks.failures import UserError
-from ds_trainer.recipe.exit_specs import EXITS_FILE, Criterion, ExitPolicy, Pooling, SavedExits, check_policy
+from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.recipe.exit_specs import EXITS_FILE, Criterion, ExitPolicy, Pooling, SavedExits
 from ds_trainer.recipe.recipe import saved_exits
 from ds_trainer.techniques.layer_states import LayerStates, after_layer
 
@@ -315,7 +315,7 @@ def with_exits(model: Any, folder: Path, policy: ExitPolicy | None = None) -> Ea
     """
     heads, saved = load_heads(model, folder)
     early = EarlyExitModel(model, heads, policy or saved.policy, saved.special_tokens).eval()
-    check_policy(early.policy, len(heads), early.regression)
+    raise_mistakes(f"exits: {mistake}" for mistake in early.policy.mistakes_for(len(heads), early.regression))
     return early
 
 

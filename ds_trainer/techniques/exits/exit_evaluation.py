@@ -1,4 +1,4 @@
-"""Evaluate and calibrate early exits: each head alone, every threshold, and the chosen policy, run and timed.
+"""Evaluate and calibrate early exits: each head alone, every threshold, and the chosen policy.
 
 One pass over a split gives the doubts and the answers of all heads, from which any threshold is scored, and runs the
 model under its policy. A sample leaves at the first head whose doubt u_j is below the threshold t: it is still in the
@@ -9,7 +9,6 @@ Thresholds are chosen on the held-out part of the training set, never on a split
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,26 +17,22 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ds_trainer.ranks import distributed, machine
+from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec, aim_mistakes
-from ds_trainer.tasks.data import spread
 from ds_trainer.tasks.evaluation import Answers, answers_of, load_on_device, split_prefix
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task
 from ds_trainer.techniques.exits.early_exit import (
     EarlyExitModel,
     doubts_of_all,
     exit_at,
-    has_exits,
     read_exits,
     with_exits,
     write_exits,
 )
 
-_ONE_BY_ONE, _BATCHED = 64, 1000  # examples to time at batch size 1, and at that of the evaluation
-_SECONDS = 60.0  # time limit for each split and batch size
 _FINE = 400  # points of the curve that a threshold is chosen from
 _ROUNDING = 1e-6  # scores are computed in fp32, and a drop of exactly max_drop is allowed
 
@@ -142,78 +137,52 @@ def choose(points: Sequence[OperatingPoint], depth: int, spec: ExitsSpec) -> Ope
     return max(fast, key=lambda point: (point.main_score, -point.mean_layers))
 
 
-def evaluate_exits(model: EarlyExitModel, task: Task, batch_size: int) -> dict[str, Any]:
-    """Evaluate heads, curves, policy and speed on every split, as JSON values; collective, the same on every rank.
+def evaluate_exits(
+    folder: Path, task: Task, batch_size: int, policy: ExitPolicy | None = None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Evaluate heads, curves and policy of a folder on every split; collective, the same on every rank.
 
-    `model` is on the rank's device, in evaluation mode. In the result "early_exit" comes from running the model under
-    its policy, "heads" and "curves" from running all its layers. "calibration" is the folder's record of it, or None
-    where the model runs under another policy than the folder's.
+    Returns the scores to add to the model's, such as `exit_1/accuracy`, `early_exit/accuracy` and
+    `early_exit/leave_at_1`, a count, and the whole results as JSON values. In these "early_exit" comes from running the
+    model under its policy, "heads" and "curves" from running all its layers. "calibration" is the folder's record of
+    it, or None where the policy is not the folder's.
     """
-    folder, depth = Path(model.model.name_or_path), model.layers[-1]
-
-    def of_split(split: str, heads: AllHeads | None) -> dict[str, Any]:
-        assert heads is not None, "rank 0 has them"
-        mean = sum(heads.exits) / len(heads.exits)
-        limits = {1: _ONE_BY_ONE} | ({batch_size: _BATCHED} if batch_size > 1 else {})
-        return {
-            "heads": {str(layer): heads.score(one) for layer, one in zip(model.layers, heads.answers, strict=True)},
-            "curves": {name: [asdict(point) for point in curve(name, heads)] for name in heads.doubts},
-            "early_exit": {
-                "scores": heads.score(heads.early),
-                "mean_layers": mean,
-                "expected_saving": mean / depth,
-                "expected_speedup": depth / mean,
-                "exit_counts": {str(layer): heads.exits.count(layer) for layer in model.layers},
-                "measured": {
-                    f"batch_{size}": measured_speed(model, task, split, size, limit) for size, limit in limits.items()
-                },
-            },
-        }
-
-    splits = {}
+    model = with_exits(load_on_device(task, folder), folder, policy)
+    *inner, depth = model.layers
+    splits, flat = {}, dict[str, float]()
     for split in task.splits:
         heads = all_heads(model, task, split, batch_size, model.policy.patience)
-        splits[split] = distributed.on_main(partial(of_split, split, heads))
-    saved = distributed.on_main(lambda: read_exits(folder) if has_exits(folder) else None)
-    return {
+        results = splits[split] = distributed.on_main(partial(_results, heads))
+        early, prefix = results["early_exit"], split_prefix(task, split)
+        for layer in inner:  # the last head is the model's own, whose scores are the model's
+            flat |= {f"{prefix}exit_{layer}/{name}": value for name, value in results["heads"][str(layer)].items()}
+        named = early["scores"] | {name: early[name] for name in ("mean_layers", "expected_saving")}
+        named |= {f"leave_at_{layer}": count for layer, count in early["exit_counts"].items()}
+        flat |= {f"{prefix}early_exit/{name}": value for name, value in named.items()}
+    saved = read_exits(folder)
+    return flat, {
         "layers": model.layers,
         "num_layers": depth,
         "policy": model.policy.model_dump(mode="json"),
         "splits": splits,
-        "calibration": saved.calibration if saved and saved.policy == model.policy else None,
+        "calibration": saved.calibration if saved.policy == model.policy else None,
     }
 
 
-def without_curves(results: dict[str, Any]) -> dict[str, Any]:
-    """Return the results of `evaluate_exits` without the curves, which are their bulk."""
-    splits = {split: values.copy() for split, values in results["splits"].items()}
-    for values in splits.values():
-        del values["curves"]
-    return results | {"splits": splits}
-
-
-def flat_scores(task: Task, results: dict[str, Any]) -> dict[str, float]:
-    """Return the scores that an evaluation adds to the model's: `exit_1/accuracy`, `early_exit/accuracy`, and so on.
-
-    Seconds and `early_exit/speedup` are measured, at the evaluation's batch size; `early_exit/leave_at_1` is a count.
-    """
-    flat: dict[str, float] = {}
-    for split, values in results["splits"].items():
-        early, prefix = values["early_exit"], split_prefix(task, split)
-        *_, measured = early["measured"].values()
-        *inner, _ = values["heads"].items()  # the last head is the model's own, whose scores are the model's
-        for layer, scores in inner:
-            flat |= {f"{prefix}exit_{layer}/{name}": value for name, value in scores.items()}
-        named = early["scores"] | {name: early[name] for name in ("mean_layers", "expected_saving")}
-        named |= {name: measured[name] for name in ("speedup", "seconds", "full_seconds")}
-        named |= {f"leave_at_{layer}": count for layer, count in early["exit_counts"].items()}
-        flat |= {f"{prefix}early_exit/{name}": value for name, value in named.items()}
-    return flat
-
-
-def load_with_exits(task: Task, folder: Path, policy: ExitPolicy | None = None) -> EarlyExitModel:
-    """Load the model of a folder with its exit heads, and this policy or the folder's, as `load_on_device` does."""
-    return with_exits(load_on_device(task, folder), folder, policy)
+def _results(heads: AllHeads | None) -> dict[str, Any]:
+    assert heads is not None, "rank 0 has them"
+    mean, depth = sum(heads.exits) / len(heads.exits), heads.layers[-1]
+    return {
+        "heads": {str(layer): heads.score(one) for layer, one in zip(heads.layers, heads.answers, strict=True)},
+        "curves": {name: [asdict(point) for point in curve(name, heads)] for name in heads.doubts},
+        "early_exit": {
+            "scores": heads.score(heads.early),
+            "mean_layers": mean,
+            "expected_saving": mean / depth,
+            "expected_speedup": depth / mean,
+            "exit_counts": {str(layer): heads.exits.count(layer) for layer in heads.layers},
+        },
+    }
 
 
 def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec) -> dict[str, Any]:
@@ -223,7 +192,7 @@ def calibrate_folder(folder: Path, task: Task, batch_size: int, spec: ExitsSpec)
     regression, the patience. UserError where no threshold reaches the target, the criterion does not suit the task, or
     the held-out examples are others than in training.
     """
-    saved, model = read_exits(folder), load_with_exits(task, folder)
+    saved, model = read_exits(folder), with_exits(load_on_device(task, folder), folder)
     if saved.held_out_key != distributed.on_main(task.held_out_key):
         raise UserError(
             f"the examples held out now are not those that were held out in training {folder}: give the same data file "
@@ -294,30 +263,6 @@ def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, pa
         exits=exits,
         early=answers["early"],
     )
-
-
-@torch.inference_mode()
-def measured_speed(model: EarlyExitModel, task: Task, split: str, batch_size: int, limit: int) -> dict[str, Any]:
-    """Return the seconds of the model with early exits and of the same model through all layers, and their ratio.
-
-    At most `limit` examples, evenly spread, go through both models batch by batch until the time is up; which model is
-    first alternates. Not collective: other ranks wait for this one, hence the limits.
-    """
-    examples = task.examples(split)
-    chosen = spread(len(examples), limit)
-    batches = [chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size)]
-    models: dict[str, nn.Module] = {"seconds": model, "full_seconds": model.model}
-    taken, measured, end = dict.fromkeys(models, 0.0), 0, time.perf_counter() + _SECONDS
-    # the first batch is run twice; its first run warms up and does not count
-    for turn, indices in enumerate([batches[0], *batches]):
-        if measured and time.perf_counter() > end:
-            break
-        batch = task.collate(examples, indices).to(model.device)
-        for name in sorted(models, reverse=turn % 2 == 0):
-            seconds = machine.seconds(partial(models[name], **batch.inputs), model.device)
-            taken[name] += seconds if turn else 0.0
-        measured += len(indices) if turn else 0
-    return {"examples": measured, **taken, "speedup": taken["full_seconds"] / taken["seconds"]}
 
 
 def _between(values: Tensor) -> Tensor:

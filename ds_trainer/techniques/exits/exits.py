@@ -24,8 +24,8 @@ from ds_trainer.recipe.exit_specs import ExitsSpec, SavedExits, aim_mistakes, po
 from ds_trainer.recipe.recipe import GroupRule
 from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.task import Forward, Predict, Task
-from ds_trainer.techniques.exits import exit_evaluation
 from ds_trainer.techniques.exits.early_exit import has_exits, load_heads, new_heads, read_exits, save_heads
+from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits
 from ds_trainer.techniques.layer_states import LayerStates
 from ds_trainer.techniques.technique import Measured, PhaseLength, Technique
 
@@ -156,14 +156,15 @@ class Exits(Technique):
 
     def after_export(self, folder: Path, batch_size: int) -> None:
         if self.spec.calibrated:
-            exit_evaluation.calibrate_folder(folder, self.task, batch_size, self.spec)
+            calibrate_folder(folder, self.task, batch_size, self.spec)
 
     def measure(self, folder: Path, batch_size: int) -> Measured:
-        """Score every head, every threshold and the chosen policy, and measure the seconds of the latter."""
-        early = exit_evaluation.load_with_exits(self.task, folder)
-        results = exit_evaluation.evaluate_exits(early, self.task, batch_size)
-        scores = exit_evaluation.flat_scores(self.task, results)
-        return Measured(scores, exit_evaluation.without_curves(results), results)
+        """Score every head, every threshold and the chosen policy."""
+        scores, results = evaluate_exits(folder, self.task, batch_size)
+        splits = {split: values.copy() for split, values in results["splits"].items()}
+        for values in splits.values():
+            del values["curves"]  # the bulk of the results
+        return Measured(scores, results | {"splits": splits}, results)
 
     def _outs(self, forward: Forward) -> dict[int, SimpleNamespace]:
         """Run each head on the states of its layer; return the outputs by layer, with `logits` as the model's has."""
