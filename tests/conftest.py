@@ -132,7 +132,7 @@ def taught_recipe(tiny_recipe) -> dict:
     recipe["model"]["config"] |= {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     first, second = recipe["phases"]
     first |= {"max_steps": 4, "eval_steps": None}
-    second |= {"logging_steps": 1, "eval_steps": 10, "save_total_limit": 3, "lr_restarts": 2}
+    second |= {"logging_steps": 1, "eval_steps": 10, "save_total_limit": 3}
     second["techniques"]["distill"] = {"teacher": "@finetune", "alpha_ce": 0.5, "alpha_distil": 0.5}
     return recipe
 

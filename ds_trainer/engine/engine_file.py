@@ -164,8 +164,6 @@ def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterat
     for key in (TRAIN, MICRO, STEPS):
         if keys.is_number(number := keys.value_at(config, key)) and number <= 0:
             yield f"{key} is {shown(number)}: write a whole number above 0"
-    if stage not in range(4):
-        yield f"zero_optimization.stage is {stage}: write 0, 1, 2 or 3"
     modes = _precision_modes(config, phase)
     if modes["fp16"] and modes["bf16"]:
         yield "fp16 and bf16 are both on: turn one of them off, in the engine file or in the recipe"
@@ -174,8 +172,6 @@ def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterat
             f"scheduler.type is {shown(scheduler)}: write one of {', '.join(SCHEDULERS)}, or remove the block and use "
             f"the recipe's lr_scheduler_type"
         )
-    if scheduler and phase and phase.lr_restarts:
-        yield f"lr_restarts of the recipe has no effect beside the scheduler block, {scheduler}: remove one of the two"
     for part, stages in (("optimizer", "1, 2 or 3"), ("param", "3")):
         section = f"zero_optimization.offload_{part}"
         if keys.offloads(config, part) and str(stage) not in stages:

@@ -114,12 +114,10 @@ def _asks_for_something(value: Any) -> bool:
 def _meant(key: str, known: Mapping[str, Any]) -> str:
     """Return the end of a message about an unknown key: the nearest one, or the sections that have it."""
     sections = {name: entry for name, entry in key_table()["keys"].items() if isinstance(entry, dict)}
-    near = difflib.get_close_matches(key, known, 1)
     homes = [f"{name}.{key}" for name, section in sections.items() if key in section]
-    if homes and not near:
+    if homes and not difflib.get_close_matches(key, known, 1):
         return f" there: it belongs at {' or '.join(homes)}"
-    nearest = max(known, key=lambda other: difflib.SequenceMatcher(None, key.lower(), other.lower()).ratio())
-    return f": did you mean {nearest}?"
+    return f": did you mean {difflib.get_close_matches(key, known, 1, cutoff=0)[0]}?"
 
 
 def _is_of_type(value: Any, kind: str) -> bool:

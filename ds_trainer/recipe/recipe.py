@@ -22,7 +22,7 @@ from ds_trainer.files.reading import read_json
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.cut_specs import CutSpec
 from ds_trainer.recipe.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits
-from ds_trainer.recipe.fields import Count, Fraction, Positive, Rate, Share, Steps, Strict
+from ds_trainer.recipe.fields import Fraction, Positive, Rate, Share, Steps, Strict
 from ds_trainer.recipe.schedules import LrSchedule
 from ds_trainer.recipe.task_specs import (
     FAMILIES,
@@ -77,7 +77,10 @@ class Phase(Strict):
     """A stage of a run: which model is trained, how long, with which techniques and loss weights."""
 
     removed: ClassVar[Any] = MappingProxyType(
-        {"histograms": (False, "read the weights of the exported model, e.g. by SummaryWriter.add_histogram")}
+        {
+            "histograms": (False, "read the weights of the exported model, e.g. by SummaryWriter.add_histogram"),
+            "lr_restarts": (0, "write a phase for each part, whose rates start anew"),
+        }
     )
 
     name: str = Field("train", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$", description="also that of its folder")
@@ -94,8 +97,7 @@ class Phase(Strict):
     max_steps: Positive | None = Field(None, description="optimizer steps; wins over num_train_epochs")
     learning_rate: Rate | None = Field(None, description="fills optimizer.params.lr")
     lr_scheduler_type: LrSchedule | None = Field(None, description="by default that of the engine file, or linear")
-    warmup_steps: Steps | None = Field(None, description="how long rates rise from 0; with lr_restarts, in each part")
-    lr_restarts: Count = Field(0, description="run warm-up and decay so many times again, in equal parts of the phase")
+    warmup_steps: Steps | None = Field(None, description="how long rates rise from 0")
     weight_decay: Rate | None = Field(None, description="fills optimizer.params.weight_decay; not of biases and norms")
     adam_beta1: Fraction | None = Field(None, description="fills the first of optimizer.params.betas")
     adam_beta2: Fraction | None = Field(None, description="fills the second of optimizer.params.betas")

@@ -53,21 +53,15 @@ class Schedule:
         return self.final + (self.initial - self.final) * _REMAINING[self.shape](progress)
 
 
-def lr_multiplier(kind: LrSchedule, warmup: Duration, total: int, restarts: int = 0) -> Callable[[int], float]:
-    """Return step -> factor on learning rates: a linear warm-up over `warmup`, then the named decay to 0.
-
-    With restarts, the `total` steps fall into equal parts, one more than there are restarts, and each part has the
-    warm-up and the decay (as in oBERT, arXiv 2203.07259). A fraction as `warmup` is then one of a part.
-    """
+def lr_multiplier(kind: LrSchedule, warmup: Duration, total: int) -> Callable[[int], float]:
+    """Return step -> factor on learning rates: a linear warm-up over `warmup`, then the named decay to 0."""
+    rise = steps_of(warmup, total)
 
     def multiplier(step: int) -> float:
-        part = min(step * (restarts + 1) // max(1, total), restarts)
-        begin, end = (math.ceil(number * total / (restarts + 1)) for number in (part, part + 1))
-        step, length, rise = step - begin, end - begin, steps_of(warmup, end - begin)
         if step < rise:
             return step / rise
         if kind in ("constant", "constant_with_warmup"):
             return 1.0
-        return _REMAINING[kind](min(1.0, (step - rise) / max(1, length - rise)))
+        return _REMAINING[kind](min(1.0, (step - rise) / max(1, total - rise)))
 
     return multiplier

@@ -116,10 +116,8 @@ class PhasePlan(PhaseModel):
     @property
     def lr_factor(self) -> Callable[[int], float]:
         """The function from the optimizer step to the factor on every group's rate."""
-        phase = self.phase
-        return lr_multiplier(
-            phase.lr_scheduler_type or "linear", phase.warmup_steps or 0, self.length.total, phase.lr_restarts
-        )
+        kind, warmup = self.phase.lr_scheduler_type or "linear", self.phase.warmup_steps or 0
+        return lr_multiplier(kind, warmup, self.length.total)
 
     @property
     def travel(self) -> float:

@@ -1,6 +1,7 @@
 """The engine file: read as DeepSpeed reads it, every mistake reported at once, every "auto" filled."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -77,11 +78,9 @@ def phase_of(**fields):
     return Phase(max_steps=10, **fields)
 
 
-@pytest.mark.parametrize(
-    "text", ['{\n// a\n# b\n/* c */ "zero_optimization": {"stage": 2,},\n"train_batch_size": 5e1, }']
-)
-def test_comments_and_trailing_commas_are_read(tmp_path, text):
+def test_comments_and_trailing_commas_are_read(tmp_path):
     """A file with all three kinds of comment and trailing commas gives the object that plain JSON would."""
+    text = '{\n// a\n# b\n/* c */ "zero_optimization": {"stage": 2,},\n"train_batch_size": 5e1, }'
     (tmp_path / "engine.json").write_text(text)
     assert read_engine_file(tmp_path / "engine.json") == zero(2) | {TRAIN: 50}
 
@@ -101,37 +100,29 @@ def test_files_that_users_have_are_taken_by_deepspeed_too(config):
     assert parsed.zero_optimization_stage == config["zero_optimization"]["stage"]
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_files_are_good(path):
+def test_shipped_files_are_good():
     """Every file in ds_configs/ is without mistakes, and resolves with no "auto" left and nothing lost."""
-    config = read_engine_file(path)
-    assert check_engine_file(config, None, 2) == []
-    resolved = resolve_engine_file(config, None, 2, hidden_size=64, total_steps=100, warmup_steps=10)
-    assert '"auto"' not in json.dumps(resolved)
-    assert set(resolved) >= set(config)
-    assert resolved[TRAIN] == 64
+    for path in SHIPPED:
+        config = read_engine_file(path)
+        assert check_engine_file(config, None, 2) == []
+        resolved = resolve_engine_file(config, None, 2, hidden_size=64, total_steps=100, warmup_steps=10)
+        assert '"auto"' not in json.dumps(resolved)
+        assert set(resolved) >= set(config)
+        assert resolved[TRAIN] == 64
 
 
 ADAM = {"type": "AdamW"}
 MISTAKES = [
     ({"train_bath_size": 8}, "train_bath_size is not a key that DeepSpeed knows: did you mean train_batch_size?"),
-    (zero(2, reduce_bucket_sise=1), "zero_optimization.reduce_bucket_sise is not a key that DeepSpeed knows"),
     (
         zero(3, offload_param={"devise": "cpu"}),
         "offload_param.devise is not a key that DeepSpeed knows: did you mean d",
     ),
     ({"stage3_max_reuse_distance": 1}, "knows there: it belongs at zero_optimization.stage3_max_reuse_distance"),
-    *(
-        ({key: value}, f"{key} is {json.dumps(value)}: write a whole number")
-        for key in (TRAIN, MICRO, STEPS)
-        for value in (8.5, "8", True, 0, -8, [8])
-    ),
+    *(({MICRO: value}, f"{MICRO} is {json.dumps(value)}: write a whole number") for value in (8.5, "8", True, 0, [8])),
     ({TRAIN: 10**400}, "write a whole number"),
     ({"gradient_clipping": float("nan")}, "gradient_clipping is NaN: write a number"),
     ({"steps_per_print": "auto"}, 'steps_per_print is "auto", which nothing can fill'),
-    (zero(4), "zero_optimization.stage is 4: write 0, 1, 2 or 3"),
-    (zero("auto"), 'zero_optimization.stage is "auto", which nothing can fill'),
-    ({"optimizer": ADAM | {"params": {"momentum": "auto"}}}, "optimizer.params.momentum"),
     ({"optimizer": ADAM | {"params": {"lr": "1e-4"}}}, 'optimizer.params.lr is "1e-4": write a number'),
     ({"prescale_gradients": "false"}, 'prescale_gradients is "false": write true or false'),
     ({"bf16": True}, "bf16 is true: write an object"),
@@ -145,10 +136,7 @@ MISTAKES = [
     ({"prescale_gradients": True} | zero(1), "needs zero_optimization.reduce_scatter false with stage 1"),
     ({"gradient_predivide_factor": 2} | zero(3, reduce_scatter=False), "does not work with zero_optimization.stage 3"),
     ({"optimizer": {"params": {}}}, "optimizer has no type"),
-    ({"scheduler": {"params": {}}}, "scheduler has no type"),
     ({"scheduler": {"type": "StepLR"}}, "write one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest"),
-    ({"autotuning": {"enabled": True}}, "autotuning is refused, remove it: DeepSpeed would end the run"),
-    ({"compile": {"deepcompile": True}}, "compile is refused, remove it: "),
     (zero(2, zenflow={}), "zero_optimization.zenflow is refused"),
     ({TRAIN: 30, MICRO: 8, STEPS: 2}, f"{TRAIN} is 30, but {MICRO} 8 x {STEPS} 2 x 2 ranks = 32"),
     ({TRAIN: 30, STEPS: 4}, f"{TRAIN} is 30, which {STEPS} 4 x 2 ranks does not divide"),
@@ -164,34 +152,30 @@ def test_each_mistake_is_reported_once(config, words):
     assert words in mistake
 
 
-SOUND = [
-    {"gradient_predivide_factor": 2},
-    {"prescale_gradients": True} | zero(2, reduce_scatter=False),
-    zero(1, offload_optimizer={"device": "cpu"}),
-    zero(3, offload_param={"device": "cpu"}),
-    {"// mine": 1, "#": 2},
-    {"hybrid_engine": {"enabled": False, "max_out_tokens": 512}},
-    {"nebula": None, "elasticity": False, "compression_training": {"weight_quantization": {"enabled": False}}},
-]
-
-
-@pytest.mark.parametrize("config", SOUND, ids=str)
-def test_what_works_is_no_mistake(config):
+def test_what_works_is_no_mistake():
     """Combinations that differ from a mistake in one word, and refused keys that ask for nothing."""
-    assert check_engine_file(config, None, 2) == []
+    for config in (
+        {"gradient_predivide_factor": 2},
+        {"prescale_gradients": True} | zero(2, reduce_scatter=False),
+        zero(1, offload_optimizer={"device": "cpu"}),
+        zero(3, offload_param={"device": "cpu"}),
+        {"// mine": 1, "#": 2},
+        {"hybrid_engine": {"enabled": False, "max_out_tokens": 512}},
+        {"nebula": None, "elasticity": False, "compression_training": {"weight_quantization": {"enabled": False}}},
+    ):
+        assert check_engine_file(config, None, 2) == [], config
 
 
-@pytest.mark.parametrize("path", key_table()["refused"])
-def test_a_refused_key_is_one_mistake_or_is_dropped(path):
+def test_a_refused_key_is_one_mistake_or_is_dropped():
     """One that asks for something has the way out in its message; another one never reaches DeepSpeed."""
-    for value in (True, None):
+    for path, value in product(key_table()["refused"], (True, None)):
         config = value
         for key in reversed(path.split(".")):
             config = {key: config}
         mistakes = check_engine_file(config, None, 1)
         assert [m for m in mistakes if m.startswith(f"{path} is refused, remove it: ")] == mistakes
         assert len(mistakes) == bool(value)
-    assert f'"{path.split(".")[-1]}"' not in json.dumps(resolve_engine_file(config, None, 1))
+        assert f'"{path.split(".")[-1]}"' not in json.dumps(resolve_engine_file(config, None, 1))
 
 
 def test_every_mistake_comes_at_once():
@@ -243,11 +227,8 @@ def test_the_table_has_the_keys_of_the_installed_deepspeed():
     [
         ((None, None, None), {}, 2, (64, 32, 1)),
         (("auto",) * 3, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2, (32, 8, 2)),
-        ((64, None, None), {}, 2, (64, 32, 1)),
-        ((64, 8, None), {}, 2, (64, 8, 4)),
         ((64, None, 4), {}, 2, (64, 8, 4)),
         ((None, 8, None), {"train_batch_size": 64}, 1, (64, 8, 8)),
-        ((None, None, 4), {}, 1, (128, 32, 4)),
         ((32, 8, 2), {"train_batch_size": 32, "per_device_train_batch_size": 8}, 2, (32, 8, 2)),
     ],
 )
@@ -271,7 +252,6 @@ def warmup(**params):
     ("config", "fields", "places"),
     [
         ({MICRO: 8}, {"per_device_train_batch_size": 16}, ["8 in my file", "16 in the recipe"]),
-        ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["gradient_clipping is 0.5", "max_grad_norm is 1.0"]),
         ({"optimizer": ADAM | {"params": {"lr": 1e-4}}}, {"learning_rate": 5e-5}, ["0.0001", "5e-05"]),
         (
             {"optimizer": ADAM | {"params": {"betas": [0.9, 0.98]}}},
@@ -281,11 +261,8 @@ def warmup(**params):
         ({"bf16": {"enabled": False}}, {"bf16": True}, ["bf16.enabled is false", "bf16 is true"]),
         ({"fp16": {"enabled": True}}, {"bf16": True}, ["fp16 and bf16 are both on"]),
         (warmup(warmup_num_steps=2), {"lr_scheduler_type": "cosine"}, ['lr_scheduler_type is "cosine" in the recipe']),
-        (warmup(warmup_num_steps=2), {"warmup_steps": 4}, ["warmup_num_steps is 2 in my file, but warmup_steps is 4"]),
         (warmup(warmup_num_steps=2), {"warmup_steps": 0.4}, ["but warmup_steps is 4 in the recipe"]),
-        (CYCLE, {"lr_scheduler_type": "linear"}, ['scheduler.type is "OneCycle" in my file']),
         (CYCLE, {"warmup_steps": 2}, ['scheduler.type is "OneCycle" in my file']),
-        (COSINE, {"lr_restarts": 1}, ["lr_restarts of the recipe has no effect beside the scheduler block"]),
     ],
 )
 def test_two_different_values_name_both_places(config, fields, places):
@@ -298,7 +275,6 @@ def test_two_different_values_name_both_places(config, fields, places):
     ("config", "fields", "schedule"),
     [
         (warmup(warmup_num_steps=4), {"warmup_steps": 0.4, "lr_scheduler_type": "constant_with_warmup"}, 4),
-        (warmup(warmup_num_steps="auto"), {"warmup_steps": 4}, 4),
         (warmup(), {"warmup_steps": 4}, 4),
         (warmup(warmup_num_steps=4), {}, 4),
         (COSINE, {}, 1000),

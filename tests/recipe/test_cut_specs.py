@@ -9,8 +9,6 @@ MISTAKES = {
     "nothing": ({}, "nothing says how much to keep"),
     "two amounts": ({"keep": 0.5, "target_flops": 0.5}, "keep and target_flops are set: keep one"),
     "all": ({"keep": 1.0}, "give a share between 0 and 1"),
-    "none": ({"keep": 0.0}, "give a share between 0 and 1"),
-    "no steps": ({"keep": []}, "give a share between 0 and 1"),
     "uniform target": ({"target_flops": 0.5, "uniform": True}, "uniform keeps the same share"),
     "target of weights": ({"target_latency": 0.5, "granularity": "weight"}, "counts what heads and neurons cost"),
     "wanda of heads": ({"keep": 0.5, "method": "wanda"}, "method wanda scores single weights"),
@@ -18,11 +16,9 @@ MISTAKES = {
     "2:4": ({"granularity": "2:4", "keep": 0.3}, "2:4 keeps half"),
     "sizes and keep": ({"layers": 0.5, "width": 0.5, "keep": 0.5}, "layers and width: a cut to sizes of the whole"),
     "sizes of heads": ({"neurons": 0.5, "granularity": "head"}, "neurons: a cut to sizes of the whole model"),
-    "all layers": ({"layers": 1.0}, "less than 1"),
     "a mixture of 0.2": ({"granularity": "model", "target_flops": 0.5}, "was removed in 0.3: write sizes, such as"),
     "a run of 0.2": ({"layers": 0.5, "contiguous": True}, "contiguous was removed in 0.3: leave it out"),
     "rising": ({"keep": [0.3, 0.5]}, "keeps less at each"),
-    "no tokens": ({"vocabulary": {"keep": 0}}, 'give "seen", a number of tokens'),
     "quoted": ({"vocabulary": {"keep": "5000"}}, 'give "seen", a number of tokens without quotes'),
 }
 

@@ -74,15 +74,3 @@ def test_durations():
     """An int is steps, a float a fraction; an interval is a step at least, and only 0 and None are never."""
     assert (steps_of(7, 100), steps_of(0.25, 100), steps_of(1.0, 100), steps_of(1, 100)) == (7, 25, 100, 1)
     assert [interval(every, 5) for every in (0.1, 0.4, 3, 0, 0.0, None)] == [1, 2, 3, 0, 0, 0]
-
-
-@pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "constant_with_warmup"])
-def test_a_restarted_schedule_is_that_of_equal_parts_one_after_another(kind):
-    """Two restarts of 31 steps are the schedules of 11, 10 and 10 steps, each with its warm-up."""
-    factor = lr_multiplier(kind, 0.2, 31, restarts=2)
-    parts = [lr_multiplier(kind, 2, length) for length in (11, 10, 10)]
-    in_turn = [part(step) for part, length in zip(parts, (11, 10, 10), strict=True) for step in range(length)]
-    assert [factor(step) for step in range(31)] == in_turn
-    assert factor(31) == parts[-1](10)
-    assert lr_multiplier(kind, 3, 31, restarts=0)(17) == lr_multiplier(kind, 3, 31)(17)
-    assert [lr_multiplier("linear", 0.1, 3, restarts=9)(step) for step in range(3)] == [1.0, 1.0, 1.0]  # of no steps
