@@ -58,7 +58,7 @@ def test_a_resumed_run_ends_bit_by_bit_as_one_that_nothing_stopped(engine, taugh
     models.add("finetune", first.output / "model")
     for name, stops in {"whole": (), "stopped": resume_matrix.STOPS.values()}.items():
         job = job_of(engine, tmp_path / name)
-        resume_matrix.make_run_folder(job, tmp_path)
+        resume_matrix.make_run_folder(job, tmp_path, models)
         for count in (*stops, 0):
             if not (job.output / "results.json").exists():
                 resume_matrix.run_until_stopped(job, models, count)

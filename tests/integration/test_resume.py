@@ -9,10 +9,9 @@ import json
 from pathlib import Path
 
 import pytest
-from support import hyperparameters
 from support.killing import alike, records_of
 from support.launching import run_deepspeed
-from support.resume_matrix import BEST, CASES, FEW, OFTEN, OFTEN_STOPPED, ONLY_WHOLE, SAVE, STEPS
+from support.resume_matrix import BEST, CASES, FEW, OFTEN, OFTEN_STOPPED, ONLY_WHOLE, SAVE, SETTINGS, STEPS
 
 from ds_trainer.recipe.saved_checkpoint import read_checkpoint
 from ds_trainer.run.checkpoint_model import export_checkpoint
@@ -23,7 +22,10 @@ def matrix(taught_recipe, tmp_path_factory) -> tuple[Path, str]:
     """What every case left, and what was said."""
     folder = tmp_path_factory.mktemp("resume")
     first, second = taught_recipe["phases"]
-    recipe = taught_recipe | {"phases": [first, second | {"logging_steps": 4}]}  # not at every stop: some lie between
+    recipe = taught_recipe | {
+        "phases": [first, second | {"logging_steps": 4}],
+        "task": taught_recipe["task"] | {"max_train_samples": 80},
+    }  # not at every stop: some lie between
     (folder / "recipe.json").write_text(json.dumps(recipe))
     done = run_deepspeed(2, "tests/support/resume_matrix.py", str(folder / "recipe.json"), str(folder / "out"))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -40,7 +42,7 @@ def test_records_and_weights_are_those_of_an_uninterrupted_run(matrix, case):
     assert len(records_of(whole / "log.jsonl")) == STEPS // 4 + 1 + 3
     assert alike(whole, stopped)
     if case in CASES:  # in an epoch, in an evaluation, at the end of an epoch, and at the last evaluation
-        assert stops_of(matrix, case) == ([4, 6, 15, STEPS] if case in OFTEN_STOPPED else [6, 15])
+        assert stops_of(matrix, case) == ([2, 3, 5, STEPS] if case in OFTEN_STOPPED else [3, 5])
     assert checkpoints_in(stopped) == checkpoints_in(whole)
     first, second = (json.loads((folder / "results.json").read_text()) for folder in (whole, stopped))
     assert (second["eval"], second["train"]["steps"]) == (first["eval"], first["train"]["steps"])
@@ -68,14 +70,14 @@ def test_a_stop_in_an_evaluation_changes_nothing_of_what_is_best(matrix, case):
     save, load = BEST[case]
     folder = matrix[0] / case / "stopped"
     scores = {r["step"]: r["eval/accuracy"] for r in records_of(folder / "log.jsonl") if "eval/accuracy" in r}
-    assert list(scores) == [6, 12, STEPS]
+    assert list(scores) == [3, 6, STEPS]
     (worst,) = {min([step for step in scores if step % save == 0 or step == STEPS], key=scores.get)}
     assert worst < STEPS, "the case shows nothing"
     assert set(checkpoints_in(folder)) == {worst, STEPS}
     results = json.loads((folder / "results.json").read_text())
     assert results["train"]["steps"] == (worst if load else STEPS)
     assert results["eval"]["accuracy"] == scores[results["train"]["steps"]]
-    assert stops_of(matrix, case) == [6, 12, STEPS, STEPS][: 4 if load else 3]
+    assert stops_of(matrix, case) == [3, 6, STEPS, STEPS][: 4 if load else 3]
 
 
 @pytest.mark.parametrize("case", [*CASES, *ONLY_WHOLE])
@@ -100,10 +102,10 @@ def test_a_checkpoint_becomes_what_the_run_would_have_exported(matrix, case, tmp
 
 @pytest.fixture(scope="module")
 def settings(matrix) -> dict[str, dict]:
-    return json.loads((matrix[0] / "hyperparameters.json").read_text())
+    return json.loads((matrix[0] / "settings.json").read_text())
 
 
-@pytest.mark.parametrize("case", hyperparameters.CASES)
+@pytest.mark.parametrize("case", SETTINGS)
 def test_the_files_count_for_every_hyperparameter(settings, case):
     """Without a change the bits are those of a run that was not stopped, and nothing is logged.
 
