@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.exported_models import TEXTS, inputs
-from support.launching import ROOT, run_python
+from support.launching import ROOT, run_script
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from transformers import (
@@ -184,6 +184,6 @@ def test_the_program_writes_a_folder(tmp_path: Path) -> None:
     source, new = masked_bert(tmp_path / "masked", "topK"), tmp_path / "new"
     with pytest.raises(SystemExit, match="give --threshold"):
         runpy.run_path(str(ROOT / PROGRAM))["import_masked_bert"](source, new, None)
-    done = run_python(PROGRAM, "masked_bert", str(source), str(new), "--threshold", "0.5")
+    done = run_script(PROGRAM, "masked_bert", str(source), str(new), "--threshold", "0.5")
     assert done.returncode == 0, done.stderr
     assert load_model(new).config.num_hidden_layers == 2

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -60,8 +61,19 @@ def run_python(*arguments: str, timeout: float = 300) -> Done:
 
 
 def run_without_library(code: str, *arguments: str) -> Done:
-    """Python code, in a process that has loaded nothing yet and in which this library cannot be imported."""
-    return run_python("-c", f"import sys\nsys.modules['ds_trainer'] = None\n{code}", *arguments)
+    """Run Python code in a forked process that has forgotten this library and cannot import it."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "alone.py")
+        script.write_text(f"{_FORGET}\n{code}")
+        return run_script(str(script), *arguments)
+
+
+_FORGET = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "ds_trainer"]:
+    del sys.modules[name]
+sys.modules["ds_trainer"] = None
+"""
 
 
 def train(ranks: int, recipe: Path | str, output: Path, *more: str, engine: str = "ds_configs/zero2.json"):
