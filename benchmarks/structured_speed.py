@@ -22,7 +22,7 @@ from figures import Figure, bert_shape, is_quick, ratio, report, use_threads
 from mask_cost import Run
 from transformers import BertConfig, PreTrainedModel
 
-from ds_trainer.deploy.latency import in_turns
+from ds_trainer.deploy.measuring import in_turns
 from ds_trainer.deploy.onnx_file import outputs, session, write_onnx
 from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.shrunk_model import shrunk_class

@@ -53,7 +53,7 @@ def benchmark_parser() -> argparse.ArgumentParser:
     add("--backends", nargs="+", choices=(*BACKENDS, "all"), default=["torch"])
     add("--seconds", default=20, metavar="X", help="of calls at a setting, all folders together (20)")
     add("--names", nargs="+", metavar="NAME", help="what to call the folders, in their order")
-    add("--output_dir", dest="output", type=output_path, help="where to write benchmark.json, benchmark.md, the figure")
+    add("--output_dir", dest="output", type=output_path, help="where to write benchmark.json and benchmark.md")
     add("--eval_batch_size", default=64, metavar="N", help="for the scores (64)")
     parser.add_task_flags()
     return parser

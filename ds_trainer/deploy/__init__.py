@@ -1,1 +1,1 @@
-"""What becomes of a trained model: export, ONNX, compact files, latency, and the benchmark."""
+"""What becomes of a trained model: export, ONNX, the card, and the measurement of folders."""

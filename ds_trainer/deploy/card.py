@@ -14,8 +14,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
 
 import ds_trainer
 from ds_trainer.cuts.cut import CUT_FILE
-from ds_trainer.deploy.latency import bytes_on_disk
-from ds_trainer.deploy.onnx_lines import onnx_lines
+from ds_trainer.deploy.measuring import bytes_on_disk
 from ds_trainer.files.messages import markdown
 from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
@@ -45,6 +44,42 @@ builds them. Without `trust_remote_code=True` transformers ends with "You set `i
 setting it would fill layers with random weights. Where code of a folder may not be run, load it by
 `ds_trainer.load_model`, which does not run that file, export it with `--onnx`, or cut the model to sizes that a plain
 config can say (docs/cuts.md)."""
+_BY_ONNX = f"""```python
+import onnxruntime
+from transformers import AutoConfig, AutoTokenizer
+
+config, tokenizer = AutoConfig.from_pretrained("FOLDER"), AutoTokenizer.from_pretrained("FOLDER")
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+options = onnxruntime.SessionOptions()
+options.add_session_config_entry("optimization.disable_specified_optimizers", "SkipLayerNormFusion")
+session = onnxruntime.InferenceSession("FOLDER/{ONNX_FILE}", options)INT8
+tokens = tokenizer(TEXTS, return_token_type_ids=True, return_tensors="np")
+outputs = session.run(None, {{node.name: tokens[node.name] for node in session.get_inputs()}})
+PRINTED
+```"""
+_TEXTS = '["A text.", "Another one."], padding=True, truncation=True'
+_EXAMPLES = {
+    "regression": (_TEXTS, "outputs[0][:, 0]"),
+    "multi_label_classification": (
+        _TEXTS,
+        "[[config.id2label[i] for i in (row > 0).nonzero()[0]] for row in outputs[0]]",
+    ),
+    "ForSequenceClassification": (_TEXTS, "[config.id2label[row.argmax()] for row in outputs[0]]"),
+    "ForTokenClassification": (
+        '"Each word has a tag ."',
+        "[*zip(tokens.tokens(0), [config.id2label[tag] for tag in outputs[0][0].argmax(-1)])]",
+    ),
+    "ForQuestionAnswering": (
+        '"Who came?", "Anna came by train."',
+        'tokenizer.decode(tokens["input_ids"][0, outputs[0].argmax() : outputs[1].argmax() + 1])',
+    ),
+    "ForMaskedLM": (
+        'f"It {tokenizer.mask_token} today."',
+        'tokenizer.decode(outputs[0][tokens["input_ids"] == tokenizer.mask_token_id].argmax(-1))',
+    ),
+}
+"""What the lines of a card tokenise and print, by the problem type or the end of the name of a model's class."""
+_NEXT_TOKEN = ('"Once upon a"', "tokenizer.decode([outputs[0][0, -1].argmax()])")
 _FLAGS = {"shrink", "cut", "onnx", "quantize", "compact", "unpack"}
 _PATH = re.compile(r'"/(?:[^"]*/)?([^"/]+)/?"')
 
@@ -162,8 +197,17 @@ def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
         early = "  # exits early" if exits else ""
         yield f'```python\nimport ds_trainer\n\nmodel = ds_trainer.load_model("FOLDER"){early}\n```'
     if (folder / ONNX_FILE).exists():
-        int8 = f"  # or {INT8_FILE}" if (folder / INT8_FILE).exists() else ""
-        yield f"```python\n{onnx_lines(config, kind, int8)}```"
+        yield _onnx_lines(config, kind, f"  # or {INT8_FILE}" if (folder / INT8_FILE).exists() else "")
+
+
+def _onnx_lines(config: Mapping[str, Any], kind: str, int8: str) -> str:
+    """Return a fence of Python that answers by the .onnx file; `int8` is a comment behind the file's name."""
+    texts, printed = _EXAMPLES.get(config.get("problem_type"), _EXAMPLES.get(kind, _NEXT_TOKEN))
+    parts = {"INT8": int8, "TEXTS": texts, "PRINTED": f"print({printed})"}
+    lines = _BY_ONNX
+    for place, part in parts.items():
+        lines = lines.replace(place, part)
+    return lines
 
 
 def _section(recipe: Recipe) -> list[str]:

@@ -1,6 +1,6 @@
 """Export a trained engine as an ordinary model folder: gather, fold the masks, cut, save, reload and compare."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.deploy.agreement import TOLERANCE, check_same, differences, tolerance_in
 from ds_trainer.models.folders import save_folder
 from ds_trainer.models.layers import count_weights, sizes_of, whole_state_dict, whole_totals
 from ds_trainer.models.shrink import NothingToCutError, shrink
 from ds_trainer.ranks import distributed
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.technique import Technique
+
+TOLERANCE = 1e-5
+"""By how much outputs in fp32 may differ, where the largest is 1 or less; a share of the largest where it is more."""
 
 Rebuild = Callable[[], tuple[nn.Module, Sequence[Technique]]]
 """Builds the phase's model with its techniques attached, as it was before the engine took it."""
@@ -108,3 +111,37 @@ def cut_as_trained(tokenizer: Any, task: Task) -> None:
     """
     if not task.over_vocabulary:
         tokenizer.model_max_length = getattr(task.spec, "max_seq_length", tokenizer.model_max_length)
+
+
+def differences(outputs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Compare pairs of an expected output and the one to check: `max_difference`, and the `largest` one expected.
+
+    UserError where an output is not finite.
+    """
+    difference = largest = 0.0
+    for expected, given in outputs:
+        if not (expected.isfinite().all() and given.isfinite().all()):
+            raise UserError("the model's outputs are not finite (NaN or infinity): its weights are broken")
+        if expected.numel():
+            difference = max(difference, float((given.double() - expected.double()).abs().max()))
+            largest = max(largest, float(expected.abs().max()))
+    return {"max_difference": difference, "largest": largest}
+
+
+def agree(compared: Mapping[str, float], tolerance: float) -> bool:
+    """Return whether `differences` are within a tolerance, a share of the largest output where that is more than 1."""
+    return compared["max_difference"] <= tolerance * max(1.0, compared["largest"])
+
+
+def check_same(compared: Mapping[str, float], tolerance: float, what: str) -> None:
+    """Raise RuntimeError where `differences` are more than rounding: this library made a mistake."""
+    if not agree(compared, tolerance):
+        raise RuntimeError(f"{what} differ by {compared['max_difference']}")
+
+
+def tolerance_in(dtype: torch.dtype) -> float:
+    """Return by how much the outputs of a shrunk model may differ that is saved in this precision.
+
+    The constants of what was cut are added to biases, which are then rounded to that precision.
+    """
+    return max(TOLERANCE, 4 * torch.finfo(dtype).eps)

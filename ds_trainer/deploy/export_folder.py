@@ -19,10 +19,9 @@ import torch
 
 from ds_trainer.cuts.cut import cut_of, outline_of
 from ds_trainer.deploy import onnx_file
-from ds_trainer.deploy.agreement import check_same, tolerance_in
 from ds_trainer.deploy.card import write_export_card
-from ds_trainer.deploy.export import cut_as_trained
-from ds_trainer.deploy.latency import bytes_on_disk
+from ds_trainer.deploy.export import check_same, cut_as_trained, tolerance_in
+from ds_trainer.deploy.measuring import bytes_on_disk, sample_inputs
 from ds_trainer.files.reading import read_object
 from ds_trainer.files.writing import existing_above, write_json
 from ds_trainer.models import pretrained
@@ -42,15 +41,6 @@ from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.early_exit import HEADS_FILE, has_exits
 
-_SENTENCES = (
-    "It rains.",
-    "The old apple tree behind the house was cut down last winter, and nobody has planted another one since.",
-    "Which of the two finches sang first?",
-    "A model that is small enough runs where its users are, answers before they look away, and costs little to keep.",
-)
-"""The texts that models are compared on where there is no task to take them from."""
-_MOST_TOKENS = 160
-"""The length of the longest of those texts: more than the 128 tokens that some models see around a token."""
 _SEED = 42
 """Draws the examples of a cut, as the default seed of a recipe does."""
 
@@ -75,13 +65,11 @@ def export_folder(job: ExportJob) -> dict[str, Any]:
 
 
 def _earlier(job: ExportJob) -> dict[str, Any]:
-    """Return the report of how the model was made, which the report of its .onnx files keeps as `earlier`."""
+    """Return the report that lies in the folder, of how its model was made: that of the .onnx files keeps it."""
     if not (job.adds_onnx and (job.output / EXPORT_REPORT).exists()):
         return {}
     report = read_object(job.output / EXPORT_REPORT)
-    of_model = {name: value for name, value in report.items() if name not in ("onnx", "int8")}
-    earlier = report.get("earlier") or of_model
-    return {"earlier": earlier} if earlier.keys() - {"folder", "scores"} else {}
+    return {"earlier": report.get("earlier", report)}
 
 
 def _put_in_place(made: Path, job: ExportJob) -> None:
@@ -117,7 +105,7 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     task = build_task(job.task, job.model, job.cache_dir) if job.task else None
     if task:
         scores["cut" if job.cut else "model"] = score_folder(task, job.model, job.batch_size).scores
-    batches = [*_sentences(model, tokenizer), *(_batches_of(task) if task else [])]
+    batches = [*sample_inputs(model), *(_batches_of(task) if task else [])]
     if job.checkpoint:
         step = {"phase": job.checkpoint.phase.name, "step": job.checkpoint.position["step"]}
         report["checkpoint"] = step | {"weights": total_weights(model)}
@@ -222,18 +210,6 @@ def _write_beside_onnx(job: ExportJob, model: Any, task: Task | None, made: Path
     if task:
         cut_as_trained(tokenizer, task)
     tokenizer.save_pretrained(made)
-
-
-def _sentences(model: Any, tokenizer: Any) -> list[onnx_file.Inputs]:
-    """Return batches of the built-in sentences: two that are padded, one alone, all four, and a long one."""
-    longest = min(_MOST_TOKENS, pretrained.positions_of(model) or _MOST_TOKENS)
-    types = ["token_type_ids"] if getattr(model.config, "type_vocab_size", 0) > 1 else []
-    batches: list[onnx_file.Inputs] = []
-    for texts in ([*_SENTENCES[:2]], [_SENTENCES[0]], [*_SENTENCES], [" ".join(_SENTENCES * 8)]):
-        tokens = tokenizer(texts, truncation=True, max_length=longest, return_token_type_ids=True)
-        padded = tokenizer.pad(tokens, return_attention_mask=True, return_tensors="pt")
-        batches.append({name: padded[name] for name in ("input_ids", "attention_mask", *types)})
-    return batches
 
 
 def _batches_of(task: Task) -> Iterator[onnx_file.Inputs]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.deploy.agreement import agree, differences
+from ds_trainer.deploy.export import agree, differences
 from ds_trainer.models.folders import as_user_error
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Batch

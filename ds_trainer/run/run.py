@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.cuts.cut import CUT_FILE
-from ds_trainer.deploy.benchmark import measure_costs
 from ds_trainer.deploy.card import write_cards
 from ds_trainer.deploy.export import export_state_dict
+from ds_trainer.deploy.measuring import measure_costs
 from ds_trainer.engine.checkpoint import Checkpoint, Checkpoints
 from ds_trainer.engine.memory import EVAL_FIELD, explaining_memory
 from ds_trainer.files.reading import read_object

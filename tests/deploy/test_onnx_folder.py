@@ -19,7 +19,14 @@ from ds_trainer.cli.command import run_command
 from ds_trainer.cli.export import export_command
 from ds_trainer.deploy.onnx_file import by_torch, outputs, session
 from ds_trainer.models.folders import save_folder
-from ds_trainer.models.pretrained import CAUSAL_LM, CLASSIFIER, MASKED_LM, TOKEN_CLASSIFIER, load_trained
+from ds_trainer.models.pretrained import (
+    ANSWERER,
+    CAUSAL_LM,
+    CLASSIFIER,
+    MASKED_LM,
+    TOKEN_CLASSIFIER,
+    load_trained,
+)
 
 
 def exported(*arguments: object) -> int:
@@ -32,14 +39,6 @@ def printed_by_card(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
     exec(lines.replace("FOLDER", str(folder)), {})
     return capsys.readouterr().out.strip()
-
-
-def saved(kind: Any, family: str, tokenizer: Any, folder: Path, **fields: Any) -> Any:
-    """The model of a new folder, which has such a head."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **FAMILIES[family] | {"vocab_size": len(tokenizer)} | fields)
-    save_folder(randomised(kind.auto_class.from_config(config)), tokenizer, folder)
-    return load_trained(folder).eval()
 
 
 def test_a_shrunk_model_has_a_folder_that_programs_open(csv_folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -73,64 +72,54 @@ def test_a_shrunk_model_has_a_folder_that_programs_open(csv_folder: Path, tmp_pa
     assert "holds another model (model.safetensors)" in capsys.readouterr().err
 
 
-def test_the_card_s_lines_answer_questions(tmp_path: Path, capsys: Any) -> None:
-    """With the words of the context between the likeliest start and end."""
-    model = exported_models.save("qa", tmp_path / "model")
-    assert exported(model, "--onnx", "--output_dir", tmp_path / "out") == 0
-    shown = printed_by_card(tmp_path / "out", capsys)
-    tokens = AutoTokenizer.from_pretrained(model)("Who came?", "Anna came by train.", return_tensors="pt")
-    ((start,), (end,)) = by_torch(load_trained(model))(tokens)
-    inside = [place for place, text in enumerate(tokens.sequence_ids(0)) if text == 1]
-    pairs = [(first, last) for first in inside for last in inside if first <= last]
-    first, last = max(pairs, key=lambda pair: start[pair[0]] + end[pair[1]])
-    spans = tokens.token_to_chars(first).start, tokens.token_to_chars(last).end
-    assert shown == "Anna came by train."[slice(*spans)]
+HEADS = {
+    "regression": (CLASSIFIER, {"num_labels": 1, "problem_type": "regression"}),
+    "multi_label_classification": (CLASSIFIER, {"num_labels": 3, "problem_type": "multi_label_classification"}),
+    "decoder": (CLASSIFIER, {"num_labels": 2}),
+    "tags": (TOKEN_CLASSIFIER, {"id2label": {0: "O", 1: "B-x", 2: "I-x"}}),
+    "masked": (MASKED_LM, {}),
+    "causal": (CAUSAL_LM, {}),
+    "questions": (ANSWERER, {}),
+}
 
 
-def test_the_card_s_lines_tag_words(tmp_path: Path, capsys: Any) -> None:
-    """Each word by its first piece."""
-    labels = {"id2label": {0: "O", 1: "B-x", 2: "I-x"}, "pad_token_id": 0}
-    tokenizer = word_pieces()
-    model = saved(TOKEN_CLASSIFIER, "bert", tokenizer, tmp_path / "model", **labels)
-    assert exported(tmp_path / "model", "--onnx", "--output_dir", tmp_path / "out") == 0
-    words = ["Each", "word", "has", "a", "tag", "."]
-    tokens = tokenizer([words], is_split_into_words=True, return_tensors="pt")
-    tags = by_torch(model)(tokens)[0][0].argmax(-1).tolist()
-    first = {word: tags[place] for place, word in reversed([*enumerate(tokens.word_ids(0))])}
-    expected = "\n".join(f"{word} {model.config.id2label[first[place]]}" for place, word in enumerate(words))
-    assert printed_by_card(tmp_path / "out", capsys) == expected
-
-
-@pytest.mark.parametrize("head", ["regression", "multi_label_classification", "masked", "causal", "decoder", "two"])
-def test_the_card_s_lines_decode_what_a_head_gives(head: str, tmp_path: Path, capsys: Any) -> None:
-    """Scores, all classes above a half, a word, the next token, and a class by a decoder's last token."""
-    texts, padding = ["A text.", "Another one."], {"pad_token_id": 0}
+@pytest.mark.parametrize("head", HEADS)
+def test_the_card_s_lines_print_what_the_model_answers(head: str, tmp_path: Path, capsys: Any) -> None:
+    """Scores, all likely classes, a class by a decoder's last token, tags, a word, the next one, a span."""
+    kind, fields = HEADS[head]
     if head in ("causal", "decoder"):
-        tokenizer, padding = byte_pairs(), {}
+        tokenizer, family = byte_pairs(), "gpt2"
         tokenizer.pad_token = None
-        kind, family = (CAUSAL_LM if head == "causal" else CLASSIFIER), "gpt2"
     else:
-        tokenizer, kind, family = word_pieces(), (MASKED_LM if head == "masked" else CLASSIFIER), "bert"
-    numbers = {"regression": 1, "two": 2}
-    of_head = {"num_labels": numbers.get(head, 3)} if kind is CLASSIFIER else {}
-    if "_" in head or head == "regression":
-        of_head["problem_type"] = head
-    model = saved(kind, family, tokenizer, tmp_path / "model", **padding, **of_head)
+        tokenizer, family = word_pieces(), "bert"
+        fields = fields | {"pad_token_id": 0}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **FAMILIES[family] | {"vocab_size": len(tokenizer)} | fields)
+    save_folder(randomised(kind.auto_class.from_config(config)), tokenizer, tmp_path / "model")
+    model = load_trained(tmp_path / "model").eval()
     assert exported(tmp_path / "model", "--onnx", "--output_dir", tmp_path / "out") == 0
-    if kind is not CLASSIFIER:
-        texts = [f"It {tokenizer.mask_token} today." if head == "masked" else "Once upon a"]
+    printed = printed_by_card(tmp_path / "out", capsys)
     model.config.pad_token_id = AutoConfig.from_pretrained(tmp_path / "out").pad_token_id  # as the tasks set it
-    batches = [tokenizer(text, return_tensors="pt") for text in texts]
-    logits = [by_torch(model)(tokens)[0][0] for tokens in batches]
-    shown = printed_by_card(tmp_path / "out", capsys)
+    texts = {"tags": ["Each word has a tag ."], "masked": [f"It {tokenizer.mask_token} today."]}
+    texts |= {"causal": ["Once upon a"], "questions": [("Who came?", "Anna came by train.")]}
+    given = [text if isinstance(text, tuple) else (text,) for text in texts.get(head, ["A text.", "Another one."])]
+    batches = [tokenizer(*text, return_tensors="pt") for text in given]
+    answers = [by_torch(model)(tokens) for tokens in batches]
+    logits, ids = answers[0][0][0], batches[0]["input_ids"][0]
     if head == "regression":
-        values = [float(value) for value in shown.strip("[]").split()]
-        assert values == pytest.approx([float(value) for value in logits], abs=1e-3)
-    elif head == "multi_label_classification":
-        assert shown == str([[f"LABEL_{place}" for place in range(3) if row[place] > 0] for row in logits])
-    elif head in ("decoder", "two"):
-        assert shown == str([f"LABEL_{int(row.argmax())}" for row in logits])
-    else:
-        is_place = batches[0]["input_ids"][0] == tokenizer.mask_token_id
-        place = int(is_place.int().argmax()) if head == "masked" else -1
-        assert shown == tokenizer.decode([int(logits[0][place].argmax())]).strip()
+        values = [float(value) for value in printed.strip("[]").split()]
+        assert values == pytest.approx([float(answer[0]) for answer in answers], abs=1e-3)
+        return
+    best, names = logits.argmax(-1), model.config.id2label
+    first, last = best, answers[0][-1][0].argmax(-1)
+    expected = {
+        "multi_label_classification": lambda: [
+            [names[i] for i in range(3) if a[0][0, i].sigmoid() > 0.4] for a in answers
+        ],
+        "decoder": lambda: [names[int(answer[0].argmax())] for answer in answers],
+        "tags": lambda: list(zip(tokenizer.convert_ids_to_tokens(ids), [names[int(i)] for i in best], strict=True)),
+        "masked": lambda: tokenizer.decode(best[ids == tokenizer.mask_token_id]),
+        "causal": lambda: tokenizer.decode([int(best[-1])]),
+        "questions": lambda: tokenizer.decode(ids[first : last + 1]),
+    }
+    assert printed == str(expected[head]()).strip()
