@@ -18,8 +18,6 @@ MOST_CONFIDENCE = 1 + 1e-6
 """A threshold of confidence may be just above 1: calibration writes such a number where no sample may leave."""
 Criterion = Literal["entropy", "confidence", "patience"]
 Pooling = Literal["first", "mean"]
-ExitTerm = Literal["heads", "distill"]
-Patience = Annotated[int, Field(strict=True, ge=1, le=1000)]
 
 
 def _check_ascending(layers: list[int]) -> list[int]:
@@ -58,6 +56,8 @@ class ExitsSpec(Strict):
     greater_is_better: ClassVar[Mapping[str, bool]] = {"mean_layers": False, "expected_saving": False}
     """Of what an evaluation adds to the scores, as `early_exit/mean_layers`."""
     removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "terms": (["heads"], "the heads learn from the labels alone, and not from the model's own head: drop it"),
+        "temperature": (2.0, "it was that of the term exits.distill, which is gone: drop it"),
         "head_weights": (None, "the heads weigh 1 each, and in joint training the number of their layer: drop it"),
         "per_head": (False, "calibrate one threshold for all heads, or write a list of thresholds, one per head"),
         "sequence_uncertainty": _REMOVED_UNCERTAINTY,
@@ -65,13 +65,11 @@ class ExitsSpec(Strict):
 
     layers: LayerNumbers | None = Field(None, description="layers that get a head, counted from 1; by default all")
     training: Literal["heads", "joint"] = Field("heads", description="the heads alone, as in DeeBERT's stage 2, or all")
-    terms: list[ExitTerm] = Field(["heads"], min_length=1, description="by default those with a weight in the loss")
-    temperature: Annotated[float, Field(gt=0)] = Field(2.0, description="temperature of the term exits.distill")
     pooling: Pooling | None = Field(None, description="by default that of the model's own head")
     criterion: Criterion | None = Field(None, description="by default that of the threshold that is set, else entropy")
     early_exit_entropy: Threshold | None = Field(None, description="leave below this entropy in nats; by default 0.1")
     early_exit_confidence: ConfidenceThreshold | None = Field(None, description="leave above this probability; 0.9")
-    patience: Patience | None = Field(None, description="heads in a row that must agree with the one before; 2")
+    patience: Positive | None = Field(None, description="heads in a row that must agree with the one before; 2")
     regression_threshold: Threshold | None = Field(None, description="scores that differ by less agree; by default 0.1")
     target_speedup: float | None = Field(None, ge=1, description="calibrate for all layers / mean of layers used")
     max_drop: Rate | None = Field(None, description="calibrate for at most this many points below the full model")
@@ -109,7 +107,7 @@ class ExitPolicy(Strict):
     removed: ClassVar[Mapping[str, tuple[Any, str]]] = {"sequence_uncertainty": _REMOVED_UNCERTAINTY}
     criterion: Criterion
     thresholds: list[Rate] = Field(default_factory=list)
-    patience: Patience | None = None
+    patience: Positive | None = None
 
     @property
     def of_regression(self) -> bool:

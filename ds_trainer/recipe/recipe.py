@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
@@ -21,7 +21,7 @@ from ds_trainer.files.messages import shown
 from ds_trainer.files.reading import read_json
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.cut_specs import CutSpec
-from ds_trainer.recipe.exit_specs import EXITS_FILE, ExitsSpec, ExitTerm, SavedExits
+from ds_trainer.recipe.exit_specs import EXITS_FILE, ExitsSpec, SavedExits
 from ds_trainer.recipe.fields import Fraction, Positive, Rate, Share, Steps, Strict
 from ds_trainer.recipe.schedules import LrSchedule
 from ds_trainer.recipe.task_specs import (
@@ -160,13 +160,14 @@ class Phase(Strict):
                 both = f"loss[{name!r}] is {shown(loss[name])}, and the techniques have {shown(weight)} for it"
                 raise UserError(f"{both} (final_lambda and the alpha_* are loss weights): write only one of them")
         table = ({"task": 1.0} if loss is None else loss) | weights
-        exits, distill = techniques.get("exits"), techniques.get("distill")
-        if exits is not None:
-            table = _with_exits(table, exits, task_is_weighed=bool(loss) or "task" in weights)
-            techniques["exits"] = {"terms": _terms("exits", table)} | exits
+        if techniques.get("exits") is not None and "exits.heads" not in table:
+            # alone, the heads train beside a frozen model; in joint training their term has the loss of its head in it
+            table = table | {"exits.heads": 1.0} | ({} if loss or "task" in weights else {"task": 0.0})
+        distill = techniques.get("distill")
         if distill and distill.get("terms") is None:
-            techniques["distill"] = distill | {"terms": _terms("distill", table)}
-            if not techniques["distill"]["terms"]:
+            terms = [name.removeprefix("distill.") for name in table if name.startswith("distill.")]
+            techniques["distill"] = distill | {"terms": terms}
+            if not terms:
                 raise UserError('distill: no term has a weight: set e.g. alpha_distil, or loss["distill.logits"]')
         return data | {"loss": table} | ({"techniques": techniques} if techniques else {})
 
@@ -180,10 +181,9 @@ class Phase(Strict):
             yield "student and cut are both set: make the student in a phase of its own, and cut its model"
         if prune and prune.regularization and "prune.penalty" not in self.loss:
             yield f"regularization is {prune.regularization} but its weight is missing: set final_lambda"
-        terms: dict[str, Any] = {"distill": distill and distill.terms, "exits": exits and exits.terms}
-        for name, term in ((name, term) for name, its in terms.items() for term in its or []):
-            if f"{name}.{term}" not in self.loss:
-                yield f'{name} has the term {term} but no weight for it: set loss["{name}.{term}"], e.g. to 1.0'
+        for term in distill.terms if distill else ():
+            if f"distill.{term}" not in self.loss:
+                yield f'distill has the term {term} but no weight for it: set loss["distill.{term}"], e.g. to 1.0'
         by_metric = [name for name in ("load_best_model_at_end", "early_stopping_patience") if getattr(self, name)]
         if by_metric and self.metric_for_best_model is None:
             yield f"{by_metric[0]} needs metric_for_best_model, e.g. accuracy"
@@ -349,26 +349,6 @@ def _lines(error: Any) -> list[str]:
     message, value = error["msg"].removeprefix("Value error, "), error["input"]
     instead = f" (found {shown(value)})" if path and not isinstance(value, dict | list) else ""
     return [f"{path}: {line}{instead}" if path else line for line in message.split("\n")]
-
-
-def _terms(technique: str, table: dict[str, Any]) -> list[str]:
-    """Return the terms of a technique that have an entry in the loss table."""
-    return [name.removeprefix(f"{technique}.") for name in table if name.startswith(f"{technique}.")]
-
-
-def _with_exits(table: dict[str, Any], exits: dict[str, Any], task_is_weighed: bool) -> dict[str, Any]:
-    """Return the loss table of a phase with exits, in which their terms (by default "heads") weigh 1 by default.
-
-    In joint training the term exits.heads has the loss of the model's own head in it; in training of the heads alone
-    the model's own head is frozen. In both cases the task's loss weighs 0, unless the recipe gives it a weight.
-    """
-    if _terms("exits", table):
-        return table
-    requested = exits.get("terms")
-    terms = [f"exits.{term}" for term in get_args(ExitTerm) if isinstance(requested, list) and term in requested]
-    table = table | dict.fromkeys(terms or ["exits.heads"], 1.0)
-    learns_by_task = exits.get("training") == "joint" and "exits.heads" not in table
-    return table if task_is_weighed or learns_by_task else table | {"task": 0.0}
 
 
 def _is_nested(data: Any) -> bool:

@@ -42,30 +42,20 @@ AIM = {"task": {"name": "sst2", "held_out": 0.1}, "max_drop": 1}
 
 
 @pytest.mark.parametrize(
-    ("data", "table", "terms"),
+    ("data", "table"),
     [
-        (with_exits(), {"task": 0.0, "exits.heads": 1.0}, ["heads"]),
-        (with_exits({"task": 0.5, "exits.heads": 2.0}), {"task": 0.5, "exits.heads": 2.0}, ["heads"]),
-        (with_exits({"task": 1.0, "exits.distill": 0.5}), {"task": 1.0, "exits.distill": 0.5}, ["distill"]),
-        (joint(others=WITH_CE), {"task": 0.3, "distill.logits": 0.7, "exits.heads": 1.0}, ["heads"]),
-        (joint(others=PRUNE), {"task": 0.0, "prune.penalty": 20.0, "exits.heads": 1.0}, ["heads"]),
-        (with_exits(terms=["distill"]), {"task": 0.0, "exits.distill": 1.0}, ["distill"]),
-        (
-            joint(terms=["distill", "heads"]),
-            {"task": 0.0, "exits.heads": 1.0, "exits.distill": 1.0},
-            ["distill", "heads"],
-        ),
-        # the own head is not in this term: the task's loss teaches it
-        (joint(terms=["distill"]), {"task": 1.0, "exits.distill": 1.0}, ["distill"]),
-        (joint({"task": 0.5}, terms=["distill"]), {"task": 0.5, "exits.distill": 1.0}, ["distill"]),
+        (with_exits(), {"task": 0.0, "exits.heads": 1.0}),
+        (with_exits({"task": 0.5, "exits.heads": 2.0}), {"task": 0.5, "exits.heads": 2.0}),
+        (joint({"task": 0.5}), {"task": 0.5, "exits.heads": 1.0}),
+        (joint(others=WITH_CE), {"task": 0.3, "distill.logits": 0.7, "exits.heads": 1.0}),
+        (joint(others=PRUNE), {"task": 0.0, "prune.penalty": 20.0, "exits.heads": 1.0}),
     ],
 )
-def test_the_loss_table_has_the_heads_in_it(data, table, terms):
+def test_the_loss_table_has_the_heads_in_it(data, table):
     """By default exits.heads 1 and task 0, the model's own head being in joint training's mean; a weight that is said
-    stays, and the terms are those that have one. Resolved and read again, it is the same recipe."""
+    stays. Resolved and read again, it is the same recipe."""
     recipe, phase = parse_recipe(data), phase_of(data)
     assert phase.loss == table
-    assert phase.techniques.exits.terms == terms
     assert parse_recipe(json.loads(json.dumps(recipe.model_dump()))) == recipe
     if others := [name for name in ("prune", "distill") if getattr(phase.techniques, name)]:
         data["phases"][0]["techniques"]["exits"]["training"] = "heads"
@@ -84,14 +74,13 @@ def test_a_technique_that_is_no_object_is_told():
     ("data", "words"),
     [
         (with_exits(layers=[2, 1, 2]), ["exits.layers", "[2, 1, 2]", "each once, from first to last"]),
-        (with_exits({"exits.hedas": 1.0}), ["techniques.exits.terms", "hedas"]),
-        (with_exits({"task": 1.0, "exits.heads": 1.0}, terms=["distill"]), ["the term distill", "exits.distill"]),
         (with_exits(task={"name": "sst2"}, target_speedup=1.5), ["calibrates its exits", "task.held_out", "0.02"]),
         (with_exits(target_speedup=2, **AIM), ["target_speedup and max_drop are both set"]),
         (with_exits(task={"name": "squad"}), ["has exits, and its task is squad", "labelled text"]),
         (with_exits(task=TAGS, pooling="mean"), ["exits.pooling, which the heads of ner lack"]),
         # what was removed says what takes its place
         (with_exits(head_weights=[1.0]), ["head_weights was removed in 0.3", "the number of their layer"]),
+        (with_exits(terms=["heads", "distill"]), ["terms was removed in 0.3", "learn from the labels alone"]),
         (with_exits(per_head=True), ["per_head was removed in 0.3", "write a list of thresholds"]),
         (with_exits(task=TAGS, sequence_uncertainty="mean"), ["sequence_uncertainty was removed in 0.3"]),
         # a threshold that would do nothing
@@ -117,7 +106,13 @@ def test_mistakes_are_told_with_their_place(data, words):
 
 def test_fields_that_changed_nothing_are_read():
     """A recipe that 0.2 has written holds them."""
-    old = {"head_weights": None, "per_head": False, "sequence_uncertainty": "least_certain"}
+    old = {
+        "terms": ["heads"],
+        "temperature": 2.0,
+        "head_weights": None,
+        "per_head": False,
+        "sequence_uncertainty": "least_certain",
+    }
     assert ExitsSpec(**old) == ExitsSpec() == ExitsSpec(sequence_uncertainty=None)
 
 

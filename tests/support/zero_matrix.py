@@ -78,7 +78,6 @@ _JOINT = {"training": "joint"}
 EXITS = {
     "exits-heads": {"exits": {"training": "heads"}},
     "exits-joint": {"exits": _JOINT},
-    "exits-distill": {"exits": _JOINT},
     "exits-tokens": {"exits": _JOINT},
     "all": {
         "prune": METHODS["topK"],
@@ -89,8 +88,7 @@ EXITS = {
 LOSS = {
     "layers": {"task": 1.0} | {f"distill.{term}": weight for term, weight in _LAYERS.items()},
     "exits-joint": {"task": 0.0, "exits.heads": 1.0},
-    "exits-distill": {"task": 1.0, "exits.heads": 0.5, "exits.distill": 0.5},
-    "exits-tokens": {"task": 0.0, "exits.heads": 1.0, "exits.distill": 0.5},
+    "exits-tokens": {"task": 0.5, "exits.heads": 1.0},
 }
 """Where the weights are not those that the techniques name, or their defaults."""
 RECOMPUTED = "recomputed-"

@@ -5,8 +5,8 @@ With L_j the loss of the head after layer j, and n the last layer, which has the
     DeeBERT (arXiv 2004.12993) freezes the trained model, and trains the heads on sum_{j<n} L_j
     PABEE (arXiv 2006.04152) trains all together, on sum_{j<=n} j * L_j / sum_{j<=n} j
 
-With `exits.distill` the model's own head teaches the others. `early_exit.py` decides where a sample leaves, and has the
-model that runs so; `exit_evaluation.py` scores it and picks its thresholds.
+`early_exit.py` decides where a sample leaves, and has the model that runs so; `exit_evaluation.py` scores it and picks
+its thresholds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,6 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.exit_specs import ExitsSpec, SavedExits, aim_mistakes, policy_of
 from ds_trainer.recipe.recipe import GroupRule
-from ds_trainer.tasks.losses import soft_target_loss
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.exits.early_exit import has_exits, load_heads, new_heads, read_exits, save_heads
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits
@@ -39,8 +38,7 @@ class Exits(Technique):
 
     def __init__(self, spec: ExitsSpec, length: PhaseLength, task: Task) -> None:
         self.spec, self.task = spec, task
-        units = {"heads": task.loss_unit, "distill": task.logits_unit}
-        self.term_units = {f"exits.{term}": units[term] for term in spec.terms}
+        self.term_units = {"exits.heads": task.loss_unit}
         if task.multi_label:
             raise UserError("exits: a text with several labels has no point at which all are sure: drop exits")
         self.layers: list[int] = []
@@ -91,30 +89,18 @@ class Exits(Technique):
         return (heads, GroupRule(params="*", frozen=True)) if self.spec.training == "heads" else (heads,)
 
     def terms(self, forward: Forward) -> dict[str, Tensor]:
-        """Return the heads' losses: `exits.heads` on the labels, `exits.distill` on the logits of the model's own head.
-
-        Each is the sum over the exit heads. In joint training it is the mean weighted by layer, and `exits.heads` has
-        the loss of the model's own head in it.
-        """
-        outs = list(self._outs(forward).values())
-        terms = {}
-        if "heads" in self.spec.terms:
-            losses = [self.task.loss(out, forward.batch) for out in outs]
-            weighted = torch.stack(losses).detach() * forward.shares.get(self.task.loss_unit, 1.0)  # as the term is
-            self._loss_sums = self._loss_sums + weighted.double()
-            self._loss_count += 1
-            own = [self.task.loss(forward.out, forward.batch)] if self.spec.training == "joint" else []
-            terms["exits.heads"] = self._total([*losses, *own])
-        if "distill" in self.spec.terms:
-            (teacher,) = self.task.logits(forward.out, forward.batch)
-            logits = [self.task.logits(out, forward.batch)[0] for out in outs]
-            # each head has a copy of the teacher's logits, which the loss overwrites
-            copies = [teacher.detach().clone() for _ in outs]
-            pairs = zip(logits, copies, strict=True)
-            terms["exits.distill"] = self._total(
-                [soft_target_loss(self.task, *pair, self.spec.temperature) for pair in pairs]
-            )
-        return terms
+        """Return the sum of the heads' losses, or jointly their mean, and the own head's, weighted by layer."""
+        losses = [self.task.loss(out, forward.batch) for out in self._outs(forward).values()]
+        weighted = torch.stack(losses).detach() * forward.shares.get(self.task.loss_unit, 1.0)  # as the term is
+        self._loss_sums = self._loss_sums + weighted.double()
+        self._loss_count += 1
+        if self.spec.training == "heads":
+            return {"exits.heads": torch.stack(losses).sum()}
+        losses.append(self.task.loss(forward.out, forward.batch))
+        layers = [*self.layers, self.depth]
+        # weighed by plain numbers: making a tensor of them would wait for the device
+        total = torch.stack([layer * loss for layer, loss in zip(layers, losses, strict=True)]).sum()
+        return {"exits.heads": total / sum(layers)}
 
     def readings(self) -> dict[str, float]:
         """Return each head's loss, its mean over the labels of all ranks since the last readings; collective."""
@@ -172,15 +158,6 @@ class Exits(Technique):
         states = {layer: forward.out.layer_states[layer].to(dtype) for layer in self.layers}
         heads = {layer: self.heads[str(layer)] for layer in self.layers}
         return {n: SimpleNamespace(logits=head(states[n], forward.batch.mask)) for n, head in heads.items()}
-
-    def _total(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the sum of a value per head, or in joint training their mean weighted by the numbers of the layers."""
-        if self.spec.training == "heads":
-            return torch.stack(list(values)).sum()
-        weights = [*self.layers, self.depth][: len(values)]
-        # plain numbers: making a tensor of them would wait for the device
-        weighted = [weight * value for weight, value in zip(weights, values, strict=True)]
-        return torch.stack(weighted).sum() / sum(weights)
 
     def _heads_for(self, model: Any) -> nn.ModuleDict:
         """Return the heads of the model's folder where they suit this phase, else new ones."""
