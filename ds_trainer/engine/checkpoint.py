@@ -198,8 +198,8 @@ class Checkpoints:
             shutil.rmtree(begun, ignore_errors=True)
 
     def supersede(self, after: int) -> None:
-        """Rename the checkpoints after a step to `superseded-N`: a run that went back makes others."""
-        for later in self.all():
+        """Rename the checkpoints after a step to `superseded-N`, the last first: a run that went back makes others."""
+        for later in reversed(self.all()):
             if step_of(later) > after:
                 _put_aside(later, "superseded")
 

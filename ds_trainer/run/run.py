@@ -34,12 +34,11 @@ from ds_trainer.run.loop import train
 from ds_trainer.run.phase import PhasePlan, folder_of, plan_phase
 from ds_trainer.run.rehearsal import rehearse_phases
 from ds_trainer.run.resuming import (
-    asked_of,
     checkpoint_to_go_back_to,
     go_back,
     open_run,
     phase_to_lengthen,
-    write_asked,
+    write_finished,
     write_results,
 )
 from ds_trainer.run.starting_models import MADE, StartingModels
@@ -52,15 +51,14 @@ def run(job: TrainJob) -> dict[str, Any]:
     """Train every phase of the recipe, and return the results by phase; the last phase's model is `output/model`."""
     status = RunStatus(job.output)
     with StopRequests() as stop, status.recorded(), joined(job.timeout):
-        rehearsed = {each["phase"]: each["engine_file"] for each in rehearse_phases(job)}
+        rehearse_phases(job)
         stop.check()  # whoever interrupts the run may have seen a mistake: nothing is deleted yet
         folder = RunFolder(job.output)
         distributed.on_main(folder.lock)
         named = checkpoint_to_go_back_to(folder, job)
         results: dict[str, Any] = distributed.on_main(partial(open_run, folder, job))
         finished = [phase for phase in job.recipe.phases if phase.name in results]
-        asked = {phase.name: asked_of(job, phase, rehearsed[phase.name]) for phase in finished}
-        lengthened = distributed.on_main(partial(phase_to_lengthen, job, asked))
+        lengthened = distributed.on_main(partial(phase_to_lengthen, job, finished))
         if lengthened:
             distributed.info(f"{lengthened.name}: the finished phase is trained further")
             del results[lengthened.name]
@@ -71,9 +69,7 @@ def run(job: TrainJob) -> dict[str, Any]:
                 plan = _plan(job, phase, folder, models, named, status)
                 distributed.on_main(partial(_claim, folder, job, plan, results))
                 results[phase.name] = _run_phase(job, plan, stop)
-                values = asked_of(job, phase, plan.engine_config)
-                distributed.on_main(partial(write_asked, folder, phase, values))
-                distributed.on_main(partial(write_results, folder, results))
+                distributed.on_main(partial(write_finished, folder, job, phase, results))
                 plan.checkpoints.drop_passing()
             models.add(phase.name, folder_of(phase, job) / "model")
         if job.recipe.report:

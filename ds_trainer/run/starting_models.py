@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_trainer.cuts.cut import CutResult, check_trained, cut_of, outline_of
 from ds_trainer.files.checkpoint_files import MARKER
-from ds_trainer.files.reading import content_hash, folder_hash
+from ds_trainer.files.reading import content_hash
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.models.pretrained import identity_of
@@ -123,19 +123,6 @@ class MadeModels(StartingModels):
 
     def _made(self, name: str, identity: Callable[[], Any], build: Callable[[Path], None]) -> str:
         return str(self.folder / name)
-
-
-def hashes_of_sources(recipe: Recipe, phase: Phase) -> dict[str, str]:
-    """Return a hash of each folder and file that a phase's model is made of and taught by, by its field.
-
-    The name of an earlier phase, and one of the hub, stands for itself. One rank can call it alone.
-    """
-    names = {"model.name_or_path": recipe.model.name_or_path, **phase.sources}
-    contents = {
-        field: folder_hash(Path(name)) if Path(name).is_dir() else name for field, name in names.items() if name
-    }
-    tokens = phase.cut and _token_file_hash(phase.cut)
-    return contents | ({"cut.vocabulary.file": tokens} if tokens else {})
 
 
 def _make(target: Path, identity: Any, build: Callable[[Path], None]) -> None:
