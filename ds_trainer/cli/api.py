@@ -139,7 +139,7 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
 
     with trusting(Trust(allow_pickle, trust_remote_code)), contextlib.ExitStack() as until_loaded:
         if is_checkpoint(str(folder)):
-            from ds_trainer.run.checkpoint_model import model_of  # loads DeepSpeed, which serving does not need
+            from ds_trainer.run.scoring import model_of  # loads DeepSpeed, which serving does not need
 
             folder, _ = until_loaded.enter_context(model_of(read_checkpoint(folder), cache_place(None, None, [])))
         return load_for_inference(folder)

@@ -45,7 +45,7 @@ def export(job: ExportJob) -> dict[str, Any]:
     repository = open_repository(job.push_to_hub) if job.push_to_hub else ""
     with trusting(job.trust), contextlib.ExitStack() as until_written:
         if job.checkpoint:
-            from ds_trainer.run.checkpoint_model import model_of
+            from ds_trainer.run.scoring import model_of
 
             folder, _ = until_written.enter_context(model_of(job.checkpoint, job.cache_dir))
             job = job.model_copy(update={"model": folder})

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from ds_trainer import load_model
 from ds_trainer.recipe.saved_checkpoint import read_checkpoint
-from ds_trainer.run.checkpoint_model import export_checkpoint
+from ds_trainer.run.scoring import export_checkpoint
 
 FIXTURES = ROOT / "tests" / "fixtures" / "version_0_1"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text())

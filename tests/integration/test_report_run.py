@@ -12,7 +12,7 @@ from support.launching import run_deepspeed
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.evaluate import calibrate_command
 from ds_trainer.recipe.saved_checkpoint import read_checkpoint
-from ds_trainer.run.checkpoint_model import export_checkpoint
+from ds_trainer.run.scoring import export_checkpoint
 from ds_trainer.techniques.exits.early_exit import load_for_inference
 
 NAMES = ["dense", "compress", "exits"]

@@ -14,7 +14,7 @@ from support.launching import run_deepspeed
 from support.resume_matrix import BEST, CASES, FEW, OFTEN, OFTEN_STOPPED, ONLY_WHOLE, SAVE, SETTINGS, STEPS
 
 from ds_trainer.recipe.saved_checkpoint import read_checkpoint
-from ds_trainer.run.checkpoint_model import export_checkpoint
+from ds_trainer.run.scoring import export_checkpoint
 
 
 @pytest.fixture(scope="module")
