@@ -156,18 +156,18 @@ class SquadSpec(TaskBase):
 class LmSpec(TaskBase):
     """Language modelling over text: "mlm" (arXiv 1810.04805, as DistilBERT trains, arXiv 1910.01108) or "clm".
 
-    Files are .txt, or .jsonl with `text_column` or `messages_column`; a file name may be a pattern such as
-    "part-*.txt". `mlm_smoothing` above 0 chooses rare tokens more often. `head_positions` "all" follows from
+    Files are plain text, or tables (as of "text") with `text_column` or `messages_column`; a file name may be a pattern
+    such as "part-*.txt". `mlm_smoothing` above 0 chooses rare tokens more often. `head_positions` "all" follows from
     restrict_ce_to_mask: false.
     """
 
     greater_is_better = dict.fromkeys(("perplexity", "loss"), False) | {"accuracy": True}
 
     name: Literal["mlm", "clm"] = Field(description="masked, of an encoder, or causal, of a decoder")
-    text_column: str = Field("text", description="column of the texts in .jsonl files and hub data sets")
+    text_column: str = Field("text", description="column of the texts in tables and hub data sets")
     messages_column: str | None = Field(None, description="column of conversations, read in place of texts; clm only")
     packing: bool = Field(False, description="rows of max_seq_length hold several documents, kept apart; clm only")
-    line_by_line: bool = Field(True, description="an example a line of a .txt file; false: the file is one document")
+    line_by_line: bool = Field(True, description="an example a line of a text file; false: the file is one document")
     max_seq_length: Length = Field(128, description="longer examples are split, each part with its special tokens")
     min_seq_length: Count = Field(12, description="shorter ones are dropped; tokens, special ones included")
     max_unknown: Fraction = Field(0.5, description="examples of which this share or more is unknown are dropped")
@@ -191,7 +191,7 @@ class LmSpec(TaskBase):
 
     @property
     def column(self) -> str:
-        """The column of .jsonl files and of hub data sets that is read."""
+        """The column of tables and of hub data sets that is read."""
         return self.messages_column or self.text_column
 
 

@@ -304,27 +304,18 @@ def source_split(spec: Any, split: str) -> str:
 def part_of(spec: Any, split: str, rows: list[T], origin: str) -> list[T]:
     """Return the rows of "train" or of "held_out", given all training rows; those of other splits unchanged.
 
-    `origin` says in an error where the rows come from.
+    The held-out ones are always the same, and both parts keep the order. `origin` says where the rows come from.
     """
     share, count = getattr(spec, "held_out", 0), len(rows)
     if not share or source_split(spec, split) != "train":
         return rows
-    held_out, rest = held_out_and_rest(count, share)
-    if not held_out or not rest:
-        use, way_out = ("held out", f"to {1 / count:.2g} or more") if rest else ("used for training", "lower")
+    # drawn at random: evenly spaced rows would all be of one class in a file whose classes alternate
+    order, size = np.random.default_rng(0).permutation(count), round(share * count)
+    if not 0 < size < count:
+        use, way_out = ("used for training", "lower") if size else ("held out", f"to {1 / count:.2g} or more")
         raise UserError(
             f"task.held_out is {share:g}, and of the {count:,} examples of {origin} none would be {use}: "
             f"set task.held_out {way_out}, or to 0 to hold none out"
         )
-    return [rows[index] for index in (held_out if split == HELD_OUT else rest)]
-
-
-def held_out_and_rest(count: int, share: float) -> tuple[list[int], list[int]]:
-    """Split `count` indices into two ascending lists: round(share * count) of them, and all others.
-
-    The first list is drawn at random, but always the same: evenly spaced indices would all be of one class in a file
-    whose classes alternate.
-    """
-    order = np.random.default_rng(0).permutation(count)
-    cut = round(share * count)
-    return sorted(order[:cut].tolist()), sorted(order[cut:].tolist())
+    chosen = order[:size] if split == HELD_OUT else order[size:]
+    return [rows[index] for index in np.sort(chosen).tolist()]

@@ -125,17 +125,12 @@ def _scores_and_warnings(task: Task, split: str, answers: Mapping[str, Answers])
         if name != _MODEL:
             scores |= {f"{name}/{metric}": value for metric, value in task.score(split, others).items()}
             scores[f"{name}/agreement"] = task.agreement(split, ours, others)
-    constant, missing = task.constant_answer(split, ours), task.never_answered(split, ours)
-    if constant is not None:
-        return scores, [
-            f"the model gives the same answer, {constant}, to every example of {split}: it has not learned to tell "
-            f"them apart. Try another learning_rate, longer training, or to prune or cut less"
-        ]
+    missing = task.never_answered(split, ours)
     if not missing:
         return scores, []
     classes = cut(", ".join(f"{name} ({count:,} times)" for name, count in missing.items()), 500)
-    weights = '"class_weights": "balanced", or ' if getattr(task.spec, "class_weights", "none") is None else ""
+    weights = '"class_weights": "balanced", ' if getattr(task.spec, "class_weights", "none") is None else ""
     return scores, [
-        f"the model never answers these classes, though {split} has them: {classes}. "
-        f"For rare classes try {weights}longer training"
+        f"the model never answers these classes, though {split} has them: {classes}. Try {weights}longer training, "
+        f"another learning_rate, or to prune or cut less"
     ]

@@ -27,6 +27,8 @@ from ds_trainer.recipe.task_specs import TaskBase
 
 T = TypeVar("T")
 Record = Mapping[str, Any]
+TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+"""The endings of the files that have columns."""
 GAPS = ("nan", "NaN", "NA")
 """The words that pandas and R write where a cell has no value."""
 _MOST_MISTAKES = 20
@@ -193,8 +195,7 @@ class FileRecords(Records[T]):
         readers |= dict.fromkeys((".csv", ".tsv"), self._table)
         if self._suffix in readers:
             return readers[self._suffix]()
-        known = "use .csv, .tsv, .jsonl, .json or .parquet"
-        raise UserError(f"{self.path}: the ending {quoted(self.path.suffix)} is unknown: {known}")
+        raise UserError(f"{self.path}: the ending {quoted(self.path.suffix)} is unknown: use {', '.join(TABLES)}")
 
     def _table(self) -> Iterator[tuple[int, Record]]:
         is_csv = self._suffix == ".csv"
@@ -346,24 +347,17 @@ def file_of(spec: TaskBase, split: str) -> str:
 
 def find_file(spec: TaskBase, split: str, names: Sequence[str] = ()) -> Path:
     """Return the first of the named files that exists, by default the spec's; the error lists the paths looked for."""
-    paths = [in_data_dir(spec, name) for name in names or [file_of(spec, split)]]
+    folder, paths = in_data_dir(spec), [in_data_dir(spec, name) for name in names or [file_of(spec, split)]]
     path = next(filter(os.path.isfile, paths), None)
     if path is None:
-        raise missing_file(spec, split, paths)
+        no_file = f"there is no file for the {split} split" if folder.is_dir() else f"data_dir {folder} does not exist"
+        raise UserError(f"{no_file}; looked for {', '.join(map(str, paths))}")
     return path
 
 
 def in_data_dir(spec: TaskBase, name: str = "") -> Path:
     """Return the path of a file below `data_dir`, which is the current folder by default."""
     return Path(os.path.expanduser(spec.data_dir or "."), os.path.expanduser(name))
-
-
-def missing_file(spec: TaskBase, split: str, paths: Sequence[Path]) -> UserError:
-    """Make the error for a split without a file."""
-    looked_for = f"looked for {', '.join(map(str, paths))}"
-    if not os.path.isdir(in_data_dir(spec)):
-        return UserError(f"data_dir {in_data_dir(spec)} does not exist; {looked_for}")
-    return UserError(f"there is no file for the {split} split; {looked_for}")
 
 
 def lines(path: Path) -> Iterator[str]:

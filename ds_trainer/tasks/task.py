@@ -293,10 +293,6 @@ class Task(ABC):
         elif not self.head.trained_in(load_config(folder, self.head)):
             raise UserError(f"{folder} is no trained {self.head.name}: fine-tune it first")
 
-    def constant_answer(self, split: str, answers: Mapping[int, Any]) -> str | None:
-        """Return the answer that a model gives to every example of a split although their labels differ, if it does."""
-        return None
-
     def never_answered(self, split: str, answers: Mapping[int, Any]) -> dict[str, int]:
         """Return the classes that examples of a split have and a model never gives, with the number of examples."""
         return {}

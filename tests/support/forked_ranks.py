@@ -33,7 +33,6 @@ LOADED_ONCE = (
     "matplotlib.backends.backend_agg",
     "torch.utils.cpp_extension",
     "torch.utils.tensorboard",
-    "torchmetrics.functional",
     "transformers.models.bert.modeling_bert",
     "ds_trainer.cli.train",
     "ds_trainer.run.run",

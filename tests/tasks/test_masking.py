@@ -40,6 +40,7 @@ def test_exactly_the_share_of_each_row_is_chosen(width: int, share: float, chose
     """The number is not random: max(1, round(share * n)) of n tokens that are not special."""
     _, found = mask_tokens(rule_of(mlm_mask_prop=share), *rows_of(20, width), draw=1)
     assert found.sum(axis=1).tolist() == [chosen] * 20
+    assert not found[:, [0, -1]].any()
 
 
 def test_chosen_tokens_are_masked_kept_and_replaced_in_their_shares() -> None:
@@ -53,20 +54,10 @@ def test_chosen_tokens_are_masked_kept_and_replaced_in_their_shares() -> None:
     changed = chosen & (seen != tokens) & ~masked
     assert within(int(masked.sum()), trials, 0.8)
     assert within(int(changed.sum()), trials, 0.1 * (1 - 1 / 47))  # one in 47 random tokens is the token itself
-    assert set(seen[changed].tolist()) == set(range(3, VOCABULARY))
+    assert set(seen[changed].tolist()) == set(range(3, VOCABULARY)), "no special ones"
 
 
-def test_special_tokens_are_never_chosen_and_never_put_in() -> None:
-    """Not even where everything else is, and not as random tokens."""
-    tokens, attended, ids = rows_of(200, 12)
-    seen, chosen = mask_tokens(rule_of(mlm_mask_prop=1.0, word_mask=0.0, word_rand=1.0), tokens, attended, ids, 0)
-    special = np.isin(tokens, SPECIAL)
-    assert (chosen == ~special).all()
-    assert (seen[special] == tokens[special]).all()
-    assert not np.isin(seen[~special], SPECIAL).any()
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.7])
 def test_rare_tokens_are_chosen_by_the_law(smoothing: float) -> None:
     """One of four tokens of counts 1 to 1,000 is drawn in proportion to count ** -smoothing; unseen counts as once."""
     counts = np.zeros(VOCABULARY, np.int64)

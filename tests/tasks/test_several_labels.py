@@ -125,16 +125,10 @@ def test_loss_and_scores_are_those_of_each_class_alone(task: Any) -> None:
 
 
 def test_a_label_that_is_never_given_is_told(task: Any) -> None:
-    """By its name, as a class is; the same labels for all are a constant answer."""
+    """By its name, as a class is."""
     joyless = torch.tensor([-1.0, 1.0, 1.0])  # joy, anger, fear
-    every = evaluate(lambda batch: SimpleNamespace(logits=joyless.repeat(len(batch.ids), 1)), task, 4)
-    assert "gives the same answer, anger|fear, to every example" in every.warnings[0]
-    none = evaluate(lambda batch: SimpleNamespace(logits=-torch.ones(len(batch.ids), 3)), task, 4)
-    assert "gives the same answer, no label, to every example" in none.warnings[0]
-    some = evaluate(lambda b: SimpleNamespace(logits=joyless * (2.0 * (b.ids[:, None] > 0) - 1)), task, 4)
-    assert some.warnings == []
-    only = evaluate(lambda b: SimpleNamespace(logits=joyless - 2.0 * (b.ids[:, None] > 2)), task, 4)
-    assert "never answers these classes, though validation has them: joy (2 times)." in only.warnings[0]
+    [warning] = evaluate(lambda batch: SimpleNamespace(logits=joyless.repeat(len(batch.ids), 1)), task, 4).warnings
+    assert "never answers these classes, though validation has them: joy (2 times)." in warning
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "js"])

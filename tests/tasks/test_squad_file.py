@@ -38,10 +38,6 @@ def read(spec: SquadSpec) -> list[Question]:
     return [row.value for row in records(spec, "train").rows()]
 
 
-def without(record: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in names}
-
-
 def flat(record: dict[str, Any]) -> dict[str, Any]:
     """The question as the hub has it: with its context, and a list for each field of its answers."""
     answers = {name: [answer[name] for answer in record["answers"]] for name in ("text", "answer_start")}
@@ -81,15 +77,11 @@ FIRST = r"train-v1\.1\.json is not in SQuAD's form: data\.0\.paragraphs\.0\."
 QUESTION = r"train-v1\.1\.json, question 1: id 'a': "
 FAULTS = [
     ('{"data": [\n  {"title": }]}', r"is not in SQuAD's form: Invalid JSON: expected value at line 2 column 13"),
-    ({"data": {}}, "is not in SQuAD's form: data: Input should be a valid array"),
     ({"data": []}, r"train-v1\.1\.json has no examples"),
     (content(A, context=None), FIRST + "context: Input should be a valid string"),
-    (content(A, {**B, "id": 7.5}), FIRST + r"qas\.1\.id: Input should be a valid string"),
     ([flat(A), {**flat(B), "context": 1}], r"train-v1\.1\.json, row 2: context: Input should be a valid string"),
     ([flat(A), {"context": "c"}], r"train-v1\.1\.json, row 2: no column 'id', 'question', 'answers'"),
     ('{"context": "c"}\n{"context"\n', r"train-v1\.1\.json, line 1: no column 'id'"),
-    (content(without(A, "answers")), FIRST + r"qas\.0\.answers: Field required"),
-    (content({**A, "answers": [{"text": "é", "answer_start": "1"}]}), r"answers\.0\.answer_start: .* valid integer"),
     (content({**A, "is_impossible": "no"}, "x"), r"qas\.0\.is_impossible: .* valid boolean \(and 1 more mistakes\)"),
     (content(asked("a"), context=" \t"), QUESTION + "the context is blank"),
     (content({**A, "answers": [{"text": "café", "answer_start": 18}]}), QUESTION + r".* has 'afé ', not 'café'"),
@@ -110,7 +102,7 @@ def test_a_fault_is_named_with_its_place(data: Any, message: str, tmp_path: Path
     assert str(tmp_path) in str(caught.value)
 
 
-def test_missing_files_and_contradictory_settings_are_listed_without_reading(tmp_path: Path) -> None:
+def test_missing_files_are_listed_without_reading(tmp_path: Path) -> None:
     """The official names are looked for in the folder and its squad/, each split on its own."""
     spec = SquadSpec(data_dir=str(tmp_path))
     looked_for = f"looked for {tmp_path}/train-v1.1.json, {tmp_path}/squad/train-v1.1.json"
@@ -118,14 +110,10 @@ def test_missing_files_and_contradictory_settings_are_listed_without_reading(tmp
     (tmp_path / "squad").mkdir()
     (tmp_path / "squad" / "dev-v1.1.json").write_text("broken")
     assert len(check_data_files(spec)) == 1
-    assert check_data_files(spec, ["validation"]) == []
     v2 = spec.model_copy(update={"version_2_with_negative": True})
     assert "dev-v2.0.json" in check_data_files(v2, ["validation"])[0]
     named = SquadSpec(data_dir=str(tmp_path), train_file="mine.json", validation_file="squad/dev-v1.1.json")
     assert check_data_files(named) == [f"there is no file for the train split; looked for {tmp_path}/mine.json"]
-    assert f"data_dir {tmp_path}/none does not exist" in check_data_files(SquadSpec(data_dir=f"{tmp_path}/none"))[0]
-    [mistake] = check_data_files(SquadSpec(dataset="me/qa", train_file="x.json"))
-    assert mistake == "dataset (me/qa) and files (x.json) are both set: keep one"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Where the documents of language modelling come from: .txt and .jsonl files, or a hub data set.
+"""Where the documents of language modelling come from: plain text, the column of a table, or a hub data set.
 
 A document is a text, or a conversation, the messages of one record. Files are read one after another, so that a corpus
-larger than the memory can lie in parts ("part-*.txt"). The module loads neither torch nor numpy before the hub is read,
-and does not tokenise.
+larger than the memory can lie in parts ("part-*.txt"). A file whose ending is not that of a table is plain text. The
+module loads neither torch nor numpy before the hub is read, and does not tokenise.
 """
 
 import glob
@@ -18,6 +18,7 @@ from ds_trainer.files.reading import content_hash
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.records import (
+    TABLES,
     FileRecords,
     HubRecords,
     NoExamplesError,
@@ -25,9 +26,9 @@ from ds_trainer.tasks.records import (
     Records,
     Row,
     file_of,
+    find_file,
     in_data_dir,
     lines,
-    missing_file,
     text_in,
 )
 
@@ -56,8 +57,8 @@ def records(spec: LmSpec, split: str, read: Read = as_text) -> Records[Any]:
         if split != "train" and spec.name == "mlm" and spec.train_file:
             files(spec, "train")  # whose tokens are counted before any split can be masked: they must be there
         for path in files(spec, split):
-            is_text = path.suffix.lower() == ".txt"
-            kind = (_Lines if spec.line_by_line else _WholeText) if is_text else FileRecords
+            is_table = path.suffix.lower() in TABLES
+            kind = FileRecords if is_table else _Lines if spec.line_by_line else _WholeText
             sources.append(kind(path, [spec.column], parse, missing=()))
     return Corpus(sources)
 
@@ -107,14 +108,14 @@ class Corpus(Records[Any]):
 
 
 class _WholeText(FileRecords[Any]):
-    """A .txt file as the only record, of one column."""
+    """A text file as the only record, of one column."""
 
     def _read(self) -> Iterator[tuple[int, Record]]:
         yield 1, {self.columns[0]: "".join(lines(self.path))}
 
 
 class _Lines(FileRecords[Any]):
-    """The lines of a .txt file as the records of one column."""
+    """The lines of a text file as the records of one column."""
 
     def _read(self) -> Iterator[tuple[int, Record]]:
         for number, text in enumerate(lines(self.path), 1):
@@ -124,22 +125,12 @@ class _Lines(FileRecords[Any]):
 def files(spec: LmSpec, split: str) -> list[Path]:
     """Return the files of a split, in the order of their names; the error lists the paths that were tried."""
     name = file_of(spec, split)
-    path = in_data_dir(spec, name)
-    if os.path.isfile(path):
-        paths = [path]
-    else:  # only the file name is a pattern: the path of data_dir itself may contain a bracket or a star
+    if not os.path.isfile(in_data_dir(spec, name)):
+        # only the file name is a pattern: the path of data_dir itself may contain a bracket or a star
         pattern = os.path.join(glob.escape(str(in_data_dir(spec))), os.path.expanduser(name))
-        paths = sorted(Path(match) for match in glob.glob(pattern, recursive=True) if os.path.isfile(match))
-    if not paths:
-        raise missing_file(spec, split, [path])
-    endings = (".jsonl",) if spec.messages_column else (".txt", ".jsonl")
-    for path in paths:
-        if path.suffix.lower() not in endings:
-            known = "messages_column is read from .jsonl" if spec.messages_column else "use .txt or .jsonl"
-            raise UserError(f"{path}: the ending {quoted(path.suffix)} is unknown: {known}")
-    if not any(path.stat().st_size for path in paths):
-        raise UserError("\n".join(f"{path} is empty" for path in paths))
-    return paths
+        if paths := sorted(Path(match) for match in glob.glob(pattern, recursive=True) if os.path.isfile(match)):
+            return paths
+    return [find_file(spec, split)]
 
 
 def _document(spec: LmSpec, read: Read, record: Record) -> Any:

@@ -142,11 +142,6 @@ class SquadTask(Task):
         ours, theirs = self._verdicts(split, answers), self._verdicts(split, others)
         return sum(verdict.text == theirs[id].text for id, verdict in ours.items()) / len(ours)
 
-    def constant_answer(self, split: str, answers: Mapping[int, Any]) -> str | None:
-        texts = {verdict.text for verdict in self._verdicts(split, answers).values()}
-        labels = {tuple(answer.text for answer in question.answers) for question in self.questions(split)}
-        return f'"{texts.pop()}"' if len(texts) == 1 < len(labels) else None
-
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
         """Return the files of the original scripts: predictions, the n best, and for v2 the odds of "no answer"."""
         verdicts = self._verdicts(split, answers)

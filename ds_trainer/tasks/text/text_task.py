@@ -127,16 +127,6 @@ class TextTask(Task):
         del scores["micro_f1"]  # with one label for each example it is the accuracy
         return scores
 
-    def constant_answer(self, split: str, answers: Mapping[int, Any]) -> str | None:
-        """Return the class; for regression a score, if all are within a hundredth of the range of the labels."""
-        labels = self.examples(split).fields["labels"]
-        if self.regression:
-            values, spread = self.stacked(split, answers)[:, 0], np.ptp(labels)
-            return f"{values[0]:.3g}" if spread and np.ptp(values) <= 0.01 * spread else None
-        given = self._given(split, answers)
-        constant = bool((given == given[0]).all() and (labels != labels[0]).any())
-        return (self._names(given[0]) or "no label") if constant else None
-
     def never_answered(self, split: str, answers: Mapping[int, Any]) -> dict[str, int]:
         if self.regression:
             return {}

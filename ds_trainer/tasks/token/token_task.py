@@ -134,11 +134,6 @@ class TokenTask(Task):
     def decisions(self, answer: Any) -> Sequence[Any]:
         return answer
 
-    def constant_answer(self, split: str, answers: Mapping[int, Any]) -> str | None:
-        predicted = {index for classes in answers.values() for index in classes}
-        tags = {tag for sentence in self.sentences(split) for tag in sentence.tags}
-        return self.label_names[predicted.pop()] if len(predicted) == 1 < len(tags) else None
-
     def never_answered(self, split: str, answers: Mapping[int, Any]) -> dict[str, int]:
         given = {self.label_names[index] for classes in answers.values() for index in classes}
         counts = Counter(tag for sentence in self.sentences(split) for tag in sentence.tags)
