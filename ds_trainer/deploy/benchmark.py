@@ -76,7 +76,12 @@ def measure(job: BenchmarkJob) -> dict[str, Any]:
             f"the {len(job.folders)} models are measured in turns, and would take more than half of the free memory "
             f"together, in fp32: give fewer folders"
         )
-    models = {label: _load(folder, job) for label, folder in job.folders.items()}
+    models = {}
+    for label, folder in job.folders.items():
+        task = build_task(job.task, folder, job.cache_dir) if job.task else None
+        if task:
+            task.check_trained(folder)
+        models[label] = load_measured(folder, task)
     longest = max((int(length) for length in job.lengths if length != OF_THE_TASK), default=0)
     for label, model in models.items():
         positions = pretrained.positions_of(model.model)
@@ -120,16 +125,6 @@ def cases_of(job: BenchmarkJob, devices: Sequence[str]) -> tuple[list[Case], lis
             f"there is nothing to measure: {ONLY}: give --dtypes fp32 and --devices cpu, or another backend"
         )
     return cases, [f"not all combinations were measured: {ONLY}"] if len(cases) < len(requested) else []
-
-
-def _load(folder: Path, job: BenchmarkJob) -> MeasuredModel:
-    if job.task:
-        task = build_task(job.task, folder, job.cache_dir)
-        task.check_trained(folder)
-        return load_measured(folder, task)
-    model = pretrained.load_trained(folder, (*pretrained.TRAINED, pretrained.HEADLESS))
-    pretrained.set_padding(model, 0)
-    return MeasuredModel(folder, model.eval())
 
 
 def _export(model: MeasuredModel, stem: Path, int8: bool) -> Iterator[str]:

@@ -22,12 +22,11 @@ from ds_trainer.deploy.onnx_file import outputs, session
 from ds_trainer.files.reading import free_memory
 from ds_trainer.models import pretrained
 from ds_trainer.models.folders import COMPACT_FILE, is_compact
-from ds_trainer.ranks import distributed
+from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import first_line, ran_out
-from ds_trainer.ranks.machine import seconds
 from ds_trainer.recipe.jobs import DTYPES, OF_THE_TASK
 from ds_trainer.tasks.data import spread
-from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.early_exit import HEADS_FILE, EarlyExitModel, has_exits, with_exits
 
 FOR_P95 = 20
@@ -41,8 +40,6 @@ _SECONDS = 60.0
 _EXAMPLES = 64
 """How many texts are timed, or one batch of them where a batch is larger."""
 _ROUNDS = 5
-_SAME_DATA = ("name", "data_dir", "dataset", "validation_file")
-"""Fields of a task's spec that decide which texts it reads."""
 _NOT_REACHED = "not reached: raise --seconds"
 
 Inference: TypeAlias = Callable[[Mapping[str, Tensor]], Any]
@@ -65,11 +62,16 @@ class MeasuredModel:
     """By the type of their weights."""
 
     def inputs(self, length: int | str, size: int) -> list[dict[str, Tensor]]:
-        """Return the batches to time it on: whole batches of the task's texts, or one of random tokens."""
+        """Return the batches to time it on: whole batches of the task's texts, or one of random tokens.
+
+        A smaller last batch would not measure this size.
+        """
         if length != OF_THE_TASK:
             return [random_inputs(self.model, int(length), size)]
         assert self.task is not None, "the command has checked it"
-        return [batch.inputs for batch in batches(self.task, size)]
+        examples, chosen = self.task.examples(self.task.splits[0]), chosen_examples(self.task, size)
+        parts = [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
+        return [self.task.collate(examples, part).to(distributed.device()).inputs for part in parts]
 
     def ways(self, label: str, case: Case) -> dict[str, Callable[[], Inference]]:
         """Return functions that build its forwards in a case, to its end and with early exits, by their labels."""
@@ -83,8 +85,12 @@ class MeasuredModel:
         return ways
 
 
-def load_measured(folder: Path, task: Task) -> MeasuredModel:
-    """Load the model of a folder for a task, on the CPU and in fp32."""
+def load_measured(folder: Path, task: Task | None) -> MeasuredModel:
+    """Load the model of a folder, for a task if there is one, on the CPU and in fp32."""
+    if task is None:
+        model = pretrained.load_trained(folder, (*pretrained.TRAINED, pretrained.HEADLESS))
+        pretrained.set_padding(model, 0)
+        return MeasuredModel(folder, model.eval())
     model = task.build_model(folder).eval()
     early = with_exits(copy.deepcopy(model), folder).eval() if has_exits(folder) else None
     return MeasuredModel(folder, model, task, early)
@@ -101,8 +107,8 @@ def measure_costs(models: Mapping[str, tuple[Path, Task]]) -> dict[str, dict[str
     """
     models = {name: each for name, each in models.items() if each[0].is_dir()}
     costs: dict[str, dict[str, Any]] = {n: {"size": {"bytes": bytes_on_disk(path)}} for n, (path, _) in models.items()}
-    data = {name: [getattr(task.spec, field) for field in _SAME_DATA] for name, (_, task) in models.items()}
-    timed = {name: each for name, each in models.items() if data[name] == list(data.values())[-1]}
+    specs = {name: task.spec for name, (_, task) in models.items()}
+    timed = {name: each for name, each in models.items() if specs[name] == list(specs.values())[-1]}
     if not fit_in_memory([path for path, _ in timed.values()]):
         distributed.info("latency: the models of the run are too large to be held in memory together")
         return costs
@@ -123,7 +129,7 @@ def measure_costs(models: Mapping[str, tuple[Path, Task]]) -> dict[str, dict[str
             chosen = chosen_examples(task, max(BATCH_SIZES))
             costs[name]["measured_on"] = {
                 "threads": threads,
-                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                "device": machine.device_name(),
                 "dtype": "float32",
                 "examples": len(chosen),
                 "mean_tokens": float(task.examples(task.splits[0]).lengths[chosen].mean()),
@@ -190,7 +196,7 @@ def in_turns(
     for key, call in [*warm_up, *turns * rounds]:
         if time.perf_counter() >= end:
             break
-        taken = seconds(call, device)
+        taken = machine.seconds(call, device)
         if key is not None:
             times[key].append(taken)
     return times
@@ -222,13 +228,6 @@ def in_a_line(error: Exception) -> str:
     if ran_out(error):
         return "out of memory: give smaller --batch_sizes or --lengths"
     return f"{type(error).__name__}: {first_line(error)[:200]}".removesuffix(": ")
-
-
-def batches(task: Task, size: int) -> list[Batch]:
-    """Return whole batches of the chosen examples; a smaller last batch would not measure this size."""
-    examples, chosen = task.examples(task.splits[0]), chosen_examples(task, size)
-    parts = [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
-    return [task.collate(examples, part).to(distributed.device()) for part in parts]
 
 
 def chosen_examples(task: Task, size: int) -> list[int]:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 from typing import Any
 
 HIDDEN = "REDACTED"
@@ -31,56 +30,39 @@ _SERVICE_KEY = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{20,}|
 _MIN_VALUE = 8
 """Shorter values of environment variables are ordinary words, and are not looked for."""
 
-_MARK = re.compile(r"""(?<![\w.*-])([\w.*-]+)("\s{0,20}:\s{0,20}| is |=)""")
-"""The end of a name, and what stands before its value: in JSON, in messages of this library, in assignments."""
+_MARK = re.compile(r"""(?<![\w.*-])([\w.*-]+)("\s{0,20}:\s{0,20}| is |=| (?!-))""")
+"""A name, and what stands before its value: in JSON, in messages of this library, in assignments, and after a flag."""
 _LITERAL = r""""(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?"""  # one that is not closed, in a text that was cut, ends with its line
 _BRACKETS = r"[\[{](?:.*[\]}]|.*)"  # up to the last bracket of the line, for what is no whole JSON value
 _VALUES = {
     '"': (re.compile(rf"{_LITERAL}|{_BRACKETS}|[-\w.+]+"), f'"{HIDDEN}"'),
-    " ": (re.compile(rf"{_LITERAL}|{_BRACKETS}|[^\s\"'\[{{:;,]+(?=[:;,])"), HIDDEN),
+    "i": (re.compile(rf"{_LITERAL}|{_BRACKETS}|[^\s\"'\[{{:;,]+(?=[:;,])"), HIDDEN),
     "=": (re.compile(rf"{_LITERAL}|[^\s&\"',;]+"), HIDDEN),
+    "": (re.compile(rf"{_LITERAL}|[^\s\"']+"), HIDDEN),
 }
 """The value after each mark, by its first character, and what replaces it."""
+_QUOTED = {"'": re.compile(r"[^'\n]+"), '"': re.compile(r'[^"\n]+')}
+"""The value of an assignment that is quoted as a whole, as a shell has it."""
 
 
 def redacted(value: Any) -> Any:
-    """Return a copy of a JSON value in which `HIDDEN` replaces every secret.
-
-    A text under the key "command" is split like a shell does, so that `--key value` is recognised too.
-    """
+    """Return a copy of a JSON value in which `HIDDEN` replaces every secret."""
     if isinstance(value, dict):
-        return {key: _value_of(str(key), item) for key, item in value.items()}
+        return {key: _hidden(item) if _is_secret(str(key)) else redacted(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(item) for item in value]
     return _text(value) if isinstance(value, str) else value
 
 
-def _value_of(key: str, value: Any) -> Any:
-    if _is_secret(key):
-        return value if value is None or isinstance(value, bool) or value == "" else HIDDEN
-    return _command(value) if key == "command" and isinstance(value, str) else redacted(value)
+def _hidden(value: Any) -> Any:
+    """Hide a value; that there is none is no secret."""
+    return value if value is None or isinstance(value, bool) or value == "" else HIDDEN
 
 
 def _is_secret(path: str) -> bool:
     """Whether a name, or a part of a dotted path, is that of a secret."""
     names = ["_".join(_WORDS.findall(part)).lower() for part in path.split(".")]
     return any(_SECRET.search(name) and not _TEXT_TOKEN.search(name) for name in names)
-
-
-def _command(text: str) -> str:
-    """Redact a command line; one without secrets keeps its spacing and quotes."""
-    try:
-        words = shlex.split(text)
-    except ValueError:  # a quote is not closed
-        return _text(text)
-    shown = []
-    for before, word in zip(["", *words], words, strict=False):
-        name, equals, _ = word.partition("=")
-        if before.startswith("-") and "=" not in before and _is_secret(before) and not word.startswith("--"):
-            shown.append(HIDDEN)
-        else:
-            shown.append(f"{name}={HIDDEN}" if equals and _is_secret(name) else _text(word))
-    return text if shown == words else shlex.join(shown)
 
 
 def _text(text: str) -> str:
@@ -92,7 +74,12 @@ def _text(text: str) -> str:
     for name in _MARK.finditer(text):
         if name.start() < done or not _is_secret(name[1]):
             continue  # a name inside of a hidden value is passed over
-        pattern, replacement = _VALUES[name[2][0]]
+        mark = name[2].strip()[:1]
+        if not mark and not name[1].startswith("-"):
+            continue  # a word, and no flag
+        pattern, replacement = _VALUES[mark]
+        if mark == "=" and name.start():
+            pattern = _QUOTED.get(text[name.start() - 1], pattern)
         if end := _end_of_value(text, name.end(), pattern):
             parts += [text[done : name.end()], replacement]
             done = end

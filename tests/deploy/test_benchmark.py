@@ -266,7 +266,7 @@ def test_what_only_shows_with_torch_ends_with_2_too(
             assert run_command(benchmark_command, [str(plain), *FAST, *more, "--output_dir", str(out)]) == 2
             assert f"error: {message}" in capsys.readouterr().err.strip().splitlines()[-1]
     monkeypatch.setattr(benchmark, "fit_in_memory", lambda *_: False)
-    monkeypatch.setattr(benchmark.pretrained, "load_trained", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(measuring.pretrained, "load_trained", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=r"the 2 models are measured in turns.* give fewer folders"):
         measured(plain, plain, *FAST)
     assert not out.exists()
@@ -344,7 +344,7 @@ def test_a_run_s_models_have_size_and_latency(
     assert costs["early"]["size"]["bytes"] == bytes_on_disk(exiting) > costs["plain"]["size"]["bytes"]
     assert costs["plain"]["measured_on"] == {
         "threads": torch.get_num_threads(),
-        "device": "cpu" if not torch.cuda.is_available() else torch.cuda.get_device_name(),
+        "device": machine.device_name(),
         "dtype": "float32",
         "examples": 61,
         "mean_tokens": pytest.approx(task_of(plain)[1].examples("validation").lengths.mean()),

@@ -31,8 +31,8 @@ def test_what_only_sounds_like_one_is_shown(key):
     ("command", "shown"),
     [
         ("t.py --set comet.api_key=hush --seed 3", f"t.py --set comet.api_key={HIDDEN} --seed 3"),
-        ("t.py --set 'comet.api_key=\"hush hush\"'", f"t.py --set comet.api_key={HIDDEN}"),
-        ("t.py --set 'comet.secrets.a=hush hush'", f"t.py --set comet.secrets.a={HIDDEN}"),
+        ("t.py --set 'comet.api_key=\"hush hush\"' -x", f"t.py --set 'comet.api_key={HIDDEN}' -x"),
+        ("t.py --set 'comet.secrets.a=hush hush'", f"t.py --set 'comet.secrets.a={HIDDEN}'"),
         (
             't.py --set \'comet={"api_key": "hush", "n": 1}\'',
             f"""t.py --set 'comet={{"api_key": "{HIDDEN}", "n": 1}}'""",
