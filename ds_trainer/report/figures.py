@@ -71,6 +71,9 @@ def readings(phase: str, records: LogRecords) -> Figure | None:
     names = dict.fromkeys("/".join(name.split("/")[:2]) for name in logged if name.split("/")[0] not in _OWN_PARTS)
     if not names:
         return None
+    check_installed()
+    from matplotlib import colormaps
+
     figure, panels = new_figure(800, 100 + 220 * len(names), f"{phase}: readings", len(names), sharex=True)
     for axes, name in zip(panels, names, strict=True):
         by_layer: dict[int, list[Array]] = {}
@@ -78,39 +81,12 @@ def readings(phase: str, records: LogRecords) -> Figure | None:
             steps, values = _series(records, f"{name}/{part}")
             by_layer.setdefault(layer_of(part), []).append(values)
         for layer, of_layer in by_layer.items():
-            colour = _colour_map()(layer / max(by_layer) if layer else 0.0)
-            _line(axes, steps, np.mean(of_layer, 0), color=colour, label=f"layer {layer}")
+            shade = colormaps["viridis"](layer / max(by_layer) if layer else 0.0)
+            _line(axes, steps, np.mean(of_layer, 0), color=shade, label=f"layer {layer}")
         steps, values = _series(records, name)
         if len(steps):
             _line(axes, steps, values, color="black", linewidth=2, linestyle="--", label="all" if by_layer else "")
         dress(axes, "optimizer step" if axes is panels[-1] else "", name, 1 + len(by_layer) // 10)
-    return figure
-
-
-def kept_weights(
-    phase: str, counts: Mapping[str, Mapping[str, int]], before: Mapping[str, int] | None = None
-) -> Figure | None:
-    """Draw a heat map, layers by matrices, of the share of weights in a model folder that are not zero.
-
-    `counts` has the numbers of `kept` and `total` weights of each linear layer by name. If heads and neurons were cut
-    out, `before` has the number that each had.
-    """
-    if not counts and not before:
-        return None
-    shares: dict[str, dict[int, float]] = {}
-    for name in before or counts:
-        count = counts.get(name, {"kept": 0, "total": 0})
-        whole = before[name] if before else count["total"]
-        shares.setdefault(_in_layer(name), {})[layer_of(name)] = 100 * count["kept"] / max(whole, 1)
-    layers = sorted({layer for by_layer in shares.values() for layer in by_layer})
-    grid = np.array([[by_layer.get(layer, np.nan) for by_layer in shares.values()] for layer in layers])
-    title = f"{phase}: weights kept in the final model"
-    figure, (axes,) = new_figure(800, min(800, 200 + 30 * max(4, len(layers))), title)
-    image = axes.imshow(grid, aspect="auto", vmin=0, vmax=np.nanmax(grid) or 1, cmap=_colour_map())
-    axes.set_xticks(range(len(shares)), [label(name).replace(".", "\n") for name in shares], fontsize=9)
-    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize=9)
-    axes.set_ylabel("layer")
-    figure.colorbar(image, ax=axes, label="kept (%)", fraction=0.05)
     return figure
 
 
@@ -290,10 +266,3 @@ def _points(layers: int, points: Iterable[tuple[float, float | None]]) -> Array:
 def _line(axes: Axes, steps: Array, values: Array, index: int = 0, **options: Any) -> None:
     """Draw a line with gaps where values are NaN; few points are marked, since one alone would not be seen."""
     axes.plot(steps, values, marker="." if len(steps) <= 15 else "", **{"color": colour(index), **options})
-
-
-def _colour_map() -> Any:
-    """Return a colour map from few to many; missing cells are grey."""
-    from matplotlib import colormaps
-
-    return colormaps["viridis"].with_extremes(bad="0.8")

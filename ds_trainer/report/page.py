@@ -129,17 +129,12 @@ def _plots_of(run: RunFiles, phase: str) -> Iterator[_Plot]:
         return _Plot(phase, f"{_for_file(phase)}.{name}", f"{phase}: {caption}", partial(draw, phase, *data))
 
     records, result = run.records.get(phase, []), run.results.get(phase, {})
-    weights = result.get("weights", {})
     yield plot("loss", "loss, its terms and the learning rates.", figures.losses, records)
     yield plot("readings", "what its techniques read while training.", figures.readings, records)
     if cut := result.get("cut"):
         what = "heads of the attention, neurons of the feed-forward, or single weights"
         caption = f"what the cut kept ({what}), and the error of the outputs as a share of their variance."
         yield plot("cut", caption, figures.cut_parts, cut["parts"])
-    kept, whole = encoder_weights(result) or (0, 0)
-    if kept < whole:
-        before = weights.get("before", {}).get("layers")
-        yield plot("kept_weights", "weights kept in the final model.", figures.kept_weights, weights["layers"], before)
     exits = run.exits(phase)
     for index, split in enumerate(exits.get("splits", {})):
         end = f"_{_for_file(split)}" if index else ""

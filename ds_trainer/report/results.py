@@ -199,17 +199,14 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
 
 def _difference(metric: str, before: float, after: float) -> str:
     """Say how a score differs: in points, or as both values where less is better, which has no points."""
+    if number(before) == number(after):
+        return f"equal {metric}"
     if greater_is_better(metric) is False:
         order = "worse" if after > before else "better"
-        values = f"{metric} {_short(after)} instead of {_short(before)}"
-        return f"{values}, which is {order}" if _short(after) != _short(before) else f"{metric} {_short(after)} as well"
+        return f"{metric} {number(after)} instead of {number(before)}, which is {order}"
     shares = metric not in _PERCENTS and max(abs(before), abs(after)) <= 1
     points = f"{abs(after - before) * (100 if shares else 1):.1f}"
     return f"{points} points {'less' if after < before else 'more'} {metric}" if points != "0.0" else f"equal {metric}"
-
-
-def _short(value: float) -> str:
-    return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.3f}"
 
 
 def dry_run_table(phases: Sequence[Mapping[str, Any]]) -> str:
@@ -239,14 +236,11 @@ def _rehearsed(phase: Mapping[str, Any]) -> dict[str, str]:
 def _notes(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ranks = next((phase["memory_per_rank"]["ranks"] for phase in phases if "memory_per_rank" in phase), 1)
     yield f"MiB: the peak of each of {ranks} ranks." if ranks > 1 else "MiB: the peak of the process."
-    for phase in [phase for phase in phases if "time" in phase]:
-        time = phase["time"]
+    for name, time in ((phase["phase"], phase["time"]) for phase in phases if "time" in phase):
         if time["seconds"] is None:
-            yield f"{phase['phase']} has no minutes: {time['reason']}."
-            continue
-        part = f"{time['examples']} of the" if time["examples"] < time["micro_batch"] else "all"
-        where = f"{time['device']}, {time['threads']} thread{'s' * (time['threads'] > 1)}"
-        batches = f"{time['batches']} micro-batches, {part} {time['micro_batch']} examples of each"
-        yield f"{phase['phase']} is measured by forwards and backwards of {batches}, on {where}."
+            yield f"{name} has no minutes: {time['reason']}."
+        else:
+            taken = f"{time['batches']} micro-batches, {time['examples']} of the {time['micro_batch']} examples of each"
+            yield f"{name} is measured by forwards and backwards of {taken}, on {time['device']}."
     yield "On top come the optimizer's steps, evaluations, saves, and what is computed once before the first step."
     yield "--dry_run json prints all of it: both files as resolved, parameter groups, memory by part."

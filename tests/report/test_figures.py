@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.launching import run_python
-from support.report_runs import NAMES, parts, pruned_bert, record, synthetic_exits, taught
+from support.report_runs import NAMES, parts, record, synthetic_exits, taught
 
 from ds_trainer.report import figures
 from ds_trainer.report.figures import new_figure, save
@@ -24,13 +24,11 @@ def every_figure() -> dict[str, Figure | None]:
     layers = {f"prune/density/layer.{i}.{name}": i / 24 for i in range(24) for name in ("query", "output.dense")}
     costs = [{"encoder weights kept": 10**6 * i, "milliseconds, batch 32": 50.0 / i} for i in range(1, 10)]
     long = {f"a_phase_with_a_rather_long_name_{i}": (0.9 - i / 100, cost) for i, cost in enumerate(costs)}
-    deep = {f"bert.encoder.layer.{i}.{name[21:]}": {"kept": i, "total": 24} for i in range(24) for name in NAMES[:6]}
     return {
         "loss": figures.losses("taught", taught()),
         "long_names": figures.losses("a" * 64, [{**row, f"train/lr/*.{'b' * 64}.*": 1e-3} for row in taught()]),
         "readings": figures.readings("taught", taught()),
         "readings_deep": figures.readings("a", [record(n, prune__density=1 / n) | layers for n in (1, 2)]),
-        "kept": figures.kept_weights("a" * 64, deep),
         "cut": figures.cut_parts("quarter", parts()),
         "score": figures.score_by_cost("accuracy", long),
         **{f"exits{n}": figures.exit_curves("exits", "validation", synthetic_exits(n)) for n in (12, 24)},
@@ -41,14 +39,6 @@ def every_figure() -> dict[str, Figure | None]:
 def lines(figure: Figure | None, panel: int = 0) -> dict[str, Any]:
     assert figure is not None
     return {str(line.get_label()): line for line in figure.axes[panel].get_lines()}
-
-
-def grid(figure: Figure | None) -> dict[str, list[float]]:
-    """The columns of a heat map; -1 for what is grey."""
-    assert figure is not None
-    axes = figure.axes[0]
-    cells = np.ma.filled(axes.images[0].get_array(), -1).T
-    return {tick.get_text(): row.tolist() for tick, row in zip(axes.get_xticklabels(), cells, strict=True)}
 
 
 def test_text_covers_no_data_and_no_other_text():
@@ -79,7 +69,6 @@ def test_nothing_is_drawn_of_what_is_not_there():
     assert figures.losses("a", []) is None
     assert figures.losses("a", bare) is None
     assert figures.readings("a", [*bare, record(3, eval__accuracy=0.5) | {"memory/resident/rank0": 1}]) is None
-    assert figures.kept_weights("a", {}) is None
     assert figures.cut_parts("a", []) is None
     for b in ((math.nan, {"weights": 9}), (0.6, {"weights": 10}), (0.6, {})):
         assert figures.score_by_cost("f1", {"a": (0.5, {"weights": 10}), "b": b}) is None
@@ -123,19 +112,6 @@ def test_readings_have_a_panel_each_and_a_line_for_each_layer():
     assert by_layer["all"].get_ydata()[-1] == pytest.approx(0.4)
     (agreement,) = figure.axes[1].get_lines()
     assert agreement.get_ydata()[-1] == taught()[-1]["distill/agreement"]
-
-
-def test_kept_weights_have_a_cell_for_each_matrix(tmp_path):
-    """A share of what the matrix had before a cut; a matrix that is gone has lost all, one that never was is grey."""
-    drawn = grid(figures.kept_weights("pruned", pruned_bert(tmp_path / "model")))
-    assert next(iter(drawn)) == "attention\nself\nquery"
-    assert drawn["attention\nself\nquery"] == [75, 100, 100]
-    assert drawn["intermediate\ndense"] == [50, 100, 100]
-    counts = {name: {"kept": 16, "total": 16} for name in NAMES if "layer.1.attention" not in name}
-    drawn = grid(figures.kept_weights("cut", counts, dict.fromkeys(NAMES, 64)))
-    assert drawn["attention\nself\nquery"] == [25, 0, 25]
-    uneven = {"layers.0.up": {"kept": 1, "total": 2}, "layers.1.down": {"kept": 1, "total": 1}}
-    assert grid(figures.kept_weights("a", uneven)) == {"up": [50, -1], "down": [-1, 100]}
 
 
 def test_a_cut_is_drawn_by_layer():

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.launching import run_python
 from support.report_runs import FIGURES, write_run
 
 from ds_trainer.cli.command import run_command
@@ -18,7 +17,6 @@ from ds_trainer.cli.report import report_command
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.ranks import distributed
 from ds_trainer.report import figures
-from ds_trainer.report import page as report_page
 from ds_trainer.report.page import write_report
 from ds_trainer.report.results import read_run
 
@@ -48,19 +46,17 @@ def warnings(monkeypatch) -> list[str]:
 
 
 class Page(HTMLParser):
-    """What a page refers to, the tags it is made of, and its text."""
+    """What a page refers to, the tags and attributes it is made of, and its text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.references: list[str] = []
-        self.tags: set[str] = set()
-        self.attributes: set[str] = set()
+        self.names: set[str] = set()
         self.text = ""
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-        self.attributes |= {name for name, _ in attrs}
+        self.names |= {tag, *(name for name, _ in attrs)}
         self.references += [value for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
 
     def handle_data(self, data):
@@ -74,10 +70,6 @@ def row_of(page: str, title: str) -> list[str]:
 
 def figures_of(folder: Path) -> set[str]:
     return {path.stem for path in (folder / "plots").glob("*.png")}
-
-
-def edit(file: Path, **changes: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def test_the_page_has_every_figure_that_the_data_allow(made):
@@ -146,10 +138,9 @@ def test_the_html_page_asks_nothing_of_the_network(made):
     page = Page(text)
     assert len(page.references) == len(FIGURES)
     assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
-    assert not page.tags & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    assert not page.names & {"script", "link", "iframe", "object", "embed", "base", "form"}
     assert not re.search(r"url\(|@import|http", text.replace("http-equiv", ""))
     assert "default-src 'none'" in text
-    assert {"table", "img"} <= page.tags
     assert "0.8100" in page.text
 
 
@@ -162,18 +153,17 @@ def test_nothing_in_a_run_s_files_becomes_markup(run):
     (run / "all_results.json").write_text(json.dumps(results))
     (run / "log.jsonl").write_text(json.dumps({"phase": evil, "step": 1, "train/loss": 1.0}))
     command = f"train\n```\n{evil}\n</code></pre><img src=x onerror=alert(3)>"
-    edit(run / "command.json", command=command)
-    edit(run / "recipe.json", phases=[])
+    (run / "command.json").write_text(json.dumps({"command": command}))
+    (run / "recipe.json").write_text("{}")
     write_report(run)
     page = Page((run / "report.html").read_text())
-    assert not page.tags & {"script", "a", "em", "strong"}
-    assert not {name for name in page.attributes if name.startswith("on")}
+    assert not {name for name in page.names if name in ("script", "a", "em", "strong") or name.startswith("on")}
     assert all(reference.startswith("data:") for reference in page.references)
     assert command in page.text
     assert page.text.count(evil) >= 8  # verdict, column, row, note, command, captions
 
 
-def test_what_is_broken_is_a_warning_and_the_rest_is_there(run, warnings, monkeypatch):
+def test_what_is_broken_is_a_warning_and_the_rest_is_there(run, warnings):
     """Exits that are no JSON, a loss that is no number, a user's image: each is a line on the page."""
     (run / "eval" / "exits.json").write_text('{"layers": [1,')
     (run / "plots").mkdir()
@@ -190,9 +180,6 @@ def test_what_is_broken_is_a_warning_and_the_rest_is_there(run, warnings, monkey
         assert cause in messages
         assert cause in page
     assert "plots/score_by_cost.png exists and was not written by this program" in messages
-    monkeypatch.setattr(report_page, "_cells", lambda *_: 1 / 0)
-    write_report(run)
-    assert "the table of results: ZeroDivisionError: division by zero" in warnings
     (run / "all_results.json").write_text("{")
     write_report(run)
     assert "all_results.json cannot be read" in warnings[-1]
@@ -268,12 +255,3 @@ def test_the_command_makes_only_pages_that_are_its_own(run, tmp_path, capsys):
         assert run_command(report_command, [str(tmp_path / name)]) == 2
         assert message in capsys.readouterr().err
     assert list((tmp_path / "empty").iterdir()) == []
-
-
-def test_the_entry_point_makes_the_report_again(tmp_path):
-    """`python launch/report.py OUT` reads a run that has only begun."""
-    (tmp_path / "log.jsonl").write_text('{"phase": "dense", "step": 1, "train/loss": 1.0}\n')
-    done = run_python("launch/report.py", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.strip() == f"report: {tmp_path / 'report.md'}"
-    assert figures_of(tmp_path) == {"dense.loss"}

@@ -25,9 +25,9 @@ def phase(metric: str, score: float, *ms: float, **more: Any) -> dict[str, Any]:
         ("matthews", 0.05, -0.05, "10.0 points less matthews"),
         ("exact_match", 0.5, 0.3, "0.2 points less exact_match"),  # of SQuAD, in percent
         ("f1", 88.1, 86.9, "1.2 points less f1"),
-        ("perplexity", 24.93, 28428.2, "perplexity 28,428.2 instead of 24.9, which is worse"),
-        ("loss", 0.4, 0.31, "loss 0.310 instead of 0.400, which is better"),
-        ("loss", 0.4, 0.4, "loss 0.400 as well"),
+        ("perplexity", 24.93, 28428.2, "perplexity 28,428.2 instead of 24.9300, which is worse"),
+        ("loss", 0.4, 0.31, "loss 0.3100 instead of 0.4000, which is better"),
+        ("loss", 0.4, 0.4, "equal loss"),
     ],
 )
 def test_scores_are_compared_in_points_or_where_less_is_better_as_they_are(metric, before, after, words):
