@@ -1,6 +1,6 @@
 """A tuned file against the files of `ds_configs/`: examples per second of the winner over the fastest of the others.
 
-`launch/tune.py` has 4 minutes for each of two phases: `quickstart`'s pruning, and, where ../shared is there, SST-2 with
+`launch/tune.py` has 6 minutes for each of two phases: `quickstart`'s pruning, and, where ../shared is there, SST-2 with
 a teacher. Then the winner and the engine files of its precision, those on 1 and on 2 ranks, are timed in turns, in
 trials of the same form: `python benchmarks/tune.py`.
 """
@@ -14,13 +14,12 @@ from pathlib import Path
 from figures import ROOT, SHARED, Figure, is_quick, report
 
 from ds_trainer.cli.tune import read_tune_job
-from ds_trainer.tune.search import request, tune
-from ds_trainer.tune.space import RANKS
-from ds_trainer.tune.trials import MEASURED, run_speed_trial
+from ds_trainer.tune.search import tune
+from ds_trainer.tune.trials import MEASURED, RANKS, run_trial
 
 FILES = ("zero0",) if is_quick() else ("zero0", "zero1", "zero2", "zero3")
 RANKS_TRIED, ROUNDS = ((1,), 1) if is_quick() else ((1, 2), 2)
-BUDGET, SECONDS = ("10m", 0.1) if is_quick() else ("4m", 3.0)
+BUDGET, STEPS = ("10m", "8") if is_quick() else ("6m", "20")
 SPACE = ["--space", '{"train_micro_batch_size_per_gpu": [8]}'] if is_quick() else []
 
 
@@ -40,15 +39,8 @@ def main() -> None:
     figures = []
     with tempfile.TemporaryDirectory() as name:
         for subject, words in subjects().items():
-            limits = [
-                "--output_dir",
-                str(Path(name) / subject),
-                "--budget",
-                BUDGET,
-                "--trial_seconds",
-                f"{SECONDS}s",
-                *SPACE,
-            ]
+            out = Path(name) / subject
+            limits = ["--output_dir", str(out), "--budget", BUDGET, "--trial_steps", STEPS, *SPACE]
             jobs = {
                 file: read_tune_job(["--deepspeed_config", str(ROOT / f"ds_configs/{file}.json"), *words, *limits])
                 for file in {*FILES, "zero2"}
@@ -59,7 +51,7 @@ def main() -> None:
             speeds: list[list[float]] = [[] for _ in contestants]
             for _ in range(ROUNDS):
                 for values, (file, settings) in zip(speeds, contestants, strict=True):
-                    trial = run_speed_trial(jobs[file], settings, request(jobs[file], "bench", SECONDS))
+                    trial = run_trial(jobs[file], settings, out / "trials" / "bench", lambda step, score: False)
                     assert trial.outcome == MEASURED, f"{file} with {settings}: {trial.outcome}: {trial.reason}"
                     values.append(trial.value)
             first, *others = map(statistics.median, speeds)

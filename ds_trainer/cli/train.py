@@ -16,13 +16,12 @@ from ds_trainer.cli.command import Mistakes, Parser, read_source, shipped_engine
 from ds_trainer.engine.engine_file import check_engine_file, read_engine_file
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.messages import cut, shown
-from ds_trainer.files.reading import read_json
 from ds_trainer.files.run_folder import cache_place, check_output_folder, environment_of, placed_engine_file
 from ds_trainer.models.folders import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.debugging import wait_for_debugger
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.recipe.jobs import TrainJob, TrialRequest
+from ds_trainer.recipe.jobs import TrainJob
 from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.recipe.settings import assign, parse_setting
 from ds_trainer.recipe.task_specs import TaskSpec
@@ -59,11 +58,6 @@ def train(job: TrainJob) -> dict[str, Any]:
                     table = dry_run(job)
                 if distributed.is_main():
                     print(table, flush=True)
-                return {}
-            if job.trial:
-                from ds_trainer.run.trial import run_trial
-
-                run_trial(job, job.trial)
                 return {}
             from ds_trainer.deploy.card import open_repository, push_to_hub
             from ds_trainer.run.run import run
@@ -112,10 +106,9 @@ def read_train_job(arguments: Sequence[str] = (), **given: Any) -> TrainJob:
         recipe = recipe.model_copy(update={"cache_dir": cache})
         placed = mistakes.of(placed_engine_file, engine_config, engine_file, output, flags.allow_write)
         engine_config, notes = placed or (engine_config, [])
-    trial = TrialRequest.model_validate(read_json(flags.trial, "the trial")) if flags.trial else None
     values = {"recipe": recipe, "engine_config": engine_config, "output": output, "checkpoint": checkpoint}
     command = _as_given(arguments, given)
-    job = mistakes.job(TrainJob, flags, **values, command=command, resume=resume, trial=trial)
+    job = mistakes.job(TrainJob, flags, **values, command=command, resume=resume)
     for line in notes:
         distributed.warn(line)
     return job
@@ -140,7 +133,6 @@ def train_parser() -> Parser:
     dry = "train nothing: print a table of steps, parameters, memory and minutes; or all that is known, as JSON"
     add("--dry_run", nargs="?", const="table", choices=("table", "json"), help=dry)
     add("--world", type=int, metavar="N", help="with --dry_run: as if on N ranks")
-    add("--trial", type=Path, help=argparse.SUPPRESS)  # launch/tune.py adds it
     add("--recipe_schema", action="store_true", help="print the recipe's JSON schema")
     parser.add_push_flag()
     parser.add_common_flags("any field of either file, phases by name, e.g. phases.prune.max_steps=100")

@@ -24,10 +24,12 @@ from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.jobs import TrainJob, TuneJob, ValueRange
 from ds_trainer.recipe.recipe import Recipe
 from ds_trainer.recipe.task_specs import LabelledSpec
-from ds_trainer.tune.space import RANKS, THREADS, checked
+from ds_trainer.tune.trials import RANKS, THREADS, checked
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
-_OF_A_RUN = ("--resume", "--overwrite_output_dir", "--debug_port", "--dry_run", "--world", "--trial", "--push_to_hub")
+_OF_A_RUN = ("--resume", "--overwrite_output_dir", "--debug_port", "--dry_run", "--world", "--push_to_hub")
+_IN_THE_FILES = ("set", "model_name_or_path", "task_name", "data_dir", "seed")
+"""The flags of a training command whose values are in the files that a tuning writes."""
 _OF_THE_DATA = {"name", "data_dir", "dataset", "train_file", "header", "held_out", "text_columns", "label_column"}
 _OF_THE_DATA |= {"tokens_column", "tags_column"}
 """The fields of a task that decide which examples are held out."""
@@ -74,14 +76,13 @@ def read_tune_job(arguments: Sequence[str]) -> TuneJob:
     greater = mistakes.of(last.prefers_more, metric, last.task or train.recipe.task) if metric else True
     phase = last.name if metric else mistakes.of(_phase, train, flags.phase)
     flags.trial_timeout = flags.trial_timeout or (1800.0 if metric else 300.0)
-    values: dict[str, Any] = {
-        "train": train,
-        "trust": train.trust,
-        "arguments": files,
-        "hosts": len(hosts) if hosts else 1,
-    }
-    values |= {"recipe_file": recipe_file, "engine_file": engine_file, "phase": phase, "greater_is_better": greater}
-    job = mistakes.job(TuneJob, flags, **values, space=space, metric=metric)
+    in_the_files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in _IN_THE_FILES:
+        in_the_files.add_argument(f"--{name}", action="append")
+    values = {"train": train, "trust": train.trust, "phase": phase, "hosts": len(hosts) if hosts else 1}
+    values |= {"recipe_file": recipe_file, "engine_file": engine_file, "greater_is_better": greater}
+    values |= {"train_flags": in_the_files.parse_known_args(training)[1], "space": space, "metric": metric}
+    job = mistakes.job(TuneJob, flags, **values)
     raise_mistakes(_space_mistakes(job, given))
     return job
 
@@ -98,11 +99,11 @@ def tune_parser() -> argparse.ArgumentParser:
     add("--space", "--recipe_space", dest="space", help=f"what to try: a JSON file, or JSON: {values}")
     add("--phase", help="the one that is to be fast; by default the last one that trains")
     add("--budget", type=_seconds, default=1200.0, help="of time, e.g. 90s, 20m, 2h (20m)")
-    hung = "after which a trial counts as hung (5m); with --metric: after its last sign of life (30m)"
+    hung = "without a sign of life, after which a trial counts as hung (5m; with --metric 30m)"
     add("--trial_timeout", type=_seconds, help=hung)
-    add("--trial_seconds", type=_seconds, default=2.0, help="of steps that are timed in a trial, at the least (2s)")
+    add("--trial_steps", type=int, default=20, help="of a trial for speed; the last three quarters are timed (20)")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--num_gpus", type=int, help="of every trial; by default all, on a CPU varied for speed")
+    where.add_argument("--num_gpus", type=int, help="of every trial; by default all, on a CPU 1")
     where.add_argument("--hostfile", type=Path, help="as for deepspeed: run every trial on these hosts")
     return parser
 
@@ -187,10 +188,9 @@ def _space_mistakes(job: TuneJob, given: argparse.Namespace) -> Iterator[str]:
         else:
             for value in values:
                 others = islice(product(*space.values()), _MOST_COMBINATIONS)
-                tries = [{path: value}, *(dict(zip(space, each, strict=True)) | {path: value} for each in others)]
-                first = _mistake(job, tries[0])
-                if first and all(_mistake(job, each) for each in tries[1:]):
-                    yield f"--space {path}, {shown(value)}: {first}"
+                wrong = _mistake(job, {path: value})
+                if wrong and all(_mistake(job, dict(zip(space, each, strict=True)) | {path: value}) for each in others):
+                    yield f"--space {path}, {shown(value)}: {wrong}"
 
 
 def _mistake(job: TuneJob, settings: dict[str, Any]) -> str:

@@ -59,22 +59,6 @@ class TaskJob(CommandJob):
     cache_dir: str | None
 
 
-class TrialRequest(BaseModel):
-    """What `launch/tune.py` wants one training command to measure, in place of training."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    phase: str
-    results: Path
-    """The JSON file that the trial writes; a trial without one has failed, whatever its exit code."""
-    models: Path
-    """A folder in which all trials keep the models that the run makes to start from."""
-    seconds: Annotated[float, Field(ge=0)] = 1.0
-    """How long steps are timed, at the least; 0 takes no step, and measures what the phase needs on one rank."""
-    batches: Annotated[int, Field(ge=1)] = 4
-    """How many batches are timed, each at least twice."""
-
-
 class TrainJob(CommandJob):
     """A checked training command: the recipe, the engine file as written, and what the flags request."""
 
@@ -87,7 +71,6 @@ class TrainJob(CommandJob):
     resume: bool
     checkpoint: Path | None
     """The checkpoint that `--resume CHECKPOINT` names; None stands for the newest."""
-    trial: TrialRequest | None
     dry_run: Literal["table", "json"] | None
     world: Annotated[int, Field(ge=1)] | None
     """The number of ranks that a dry run is about, where it is not the number of those that run it."""
@@ -133,8 +116,8 @@ class TuneJob(CommandJob):
     recipe_file: dict[str, Any]
     engine_file: dict[str, Any]
     """Both files as the user wrote them, with the command's flags and `--set`."""
-    arguments: tuple[str, ...]
-    """Those of the training command, without the output folder."""
+    train_flags: tuple[str, ...]
+    """Those of the training command whose values are not in the files."""
     phase: str
     """The phase that is to be fast, or the last one, whose model is scored."""
     space: dict[str, list[Any] | ValueRange] | None
@@ -145,10 +128,9 @@ class TuneJob(CommandJob):
     budget: Annotated[float, Field(gt=0)]
     """Seconds."""
     trial_timeout: Annotated[float, Field(gt=0)]
-    """Seconds after which a trial counts as hung: since its start, or, where a score is the aim, since it last printed
-    or logged anything."""
-    trial_seconds: Annotated[float, Field(gt=0)]
-    """How long the steps of a trial are timed, at the least."""
+    """Seconds without a printed or logged line after which a trial counts as hung."""
+    trial_steps: Annotated[int, Field(ge=8)]
+    """The steps of a trial for speed, of which the last three quarters are timed."""
     num_gpus: Annotated[int, Field(ge=1)] | None
     """The ranks of every trial, where they are not varied."""
     hostfile: Path | None

@@ -11,6 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def _rehearsed(
         distributed.warn(f"{phase.name}: {warning}")
     description: dict[str, Any] = {
         "phase": phase.name,
+        "data": task.key("train"),
         "starts_from": plan.source,
         "steps": {"total": plan.length.total, "warmup": plan.length.warmup},
         "engine_file": plan.engine_config,
@@ -109,6 +111,10 @@ def _rehearsed(
             description["time"] = measure_time(plan, prepared)
             memory = measure_memory(plan, prepared, sizes, process)
         description["memory_per_rank"] = memory.describe(plan.engine_config, phase.gradient_checkpointing)
+        gpus = torch.cuda.device_count()
+        of_a_gpu = torch.cuda.mem_get_info()[1] if gpus else 0
+        on = {"gpus": gpus, "bytes_of_a_gpu": of_a_gpu, "hidden_size": task.hidden_size}
+        description["measured"] = {"memory": asdict(memory), **on}  # for the arithmetic of other engine files
     return description
 
 
@@ -176,14 +182,6 @@ def measure_time(plan: PhasePlan, prepared: PreparedPhase) -> dict[str, Any]:
     measured_on = {"device": machine.device_name(), "threads": torch.get_num_threads()}
     in_all = plan.length.total * plan.engine_config[STEPS] * micro_batch
     return {"seconds": in_all, "batches": _PLACES, "examples": examples, "micro_batch": micro, **measured_on}
-
-
-def memory_of(plan: PhasePlan) -> PhaseMemory:
-    """Measure what a phase holds, apart from a rehearsal."""
-    process = distributed.resident_memory()
-    prepared = plan.prepare()
-    with begun(plan, prepared) as sizes:
-        return measure_memory(plan, prepared, sizes, process)
 
 
 def batches_by_length(lengths: np.ndarray[Any, Any], size: int, count: int) -> list[ExampleIds]:

@@ -7,7 +7,6 @@ otherwise what its tree-structured Parzen estimator expects to score well. Its m
 whose best score so far is worse than the median of the finished ones at the same step.
 """
 
-import argparse
 import json
 import math
 import shlex
@@ -15,22 +14,19 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import fmean, median
 from typing import Any
 
-from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
-from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.files.messages import Row, aligned
-from ds_trainer.files.reading import free_memory
+from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NothingFitsError, TuningFailedError, UserError
-from ds_trainer.recipe.jobs import TrialRequest, TuneJob
-from ds_trainer.tune import space, trials
-from ds_trainer.tune.space import RANKS, Machine, Settings
-from ds_trainer.tune.trials import MEASURED, CannotWin, Trial, TrialRecord
+from ds_trainer.recipe.jobs import TuneJob
+from ds_trainer.tune import trials
+from ds_trainer.tune.trials import MEASURED, RANKS, CannotWin, Machine, Settings, Trial, label
 
 ENGINE_FILE, RECIPE = "tuned.json", "tuned_recipe.json"
 _FINALISTS, _FINAL_ROUNDS, _FOR_FINALS = 3, 2, 0.4
@@ -39,10 +35,6 @@ _ALL, _DRAWS = 128, 1000
 """As many combinations for a score are all tried; of more, so many are drawn at most, known and refused ones too."""
 _FINISHED, _WARM_UP = 3, 3
 """The runs that must have finished before one is ended early, and the part of the steps in which none is: a third."""
-_TO_LOAD = 300.0
-"""Seconds that the first trial may take, for which the libraries are loaded and data are made ready."""
-_REPLACED = ("deepspeed_config", "recipe", "set", "model_name_or_path", "task_name", "data_dir", "cache_dir", "seed")
-"""The flags of a training command whose values are in the files that a tuning writes."""
 
 
 def tune(job: TuneJob) -> Trial:
@@ -52,34 +44,10 @@ def tune(job: TuneJob) -> Trial:
     UserError where the budget does not suffice to compare anything.
     """
     started = time.monotonic()
-    search = Search(job, measure_machine(job), started)
+    search = Search(job, trials.measure_machine(job), started)
     best, note = best_score(search) if job.metric else fastest(search)
     write_results(job, search.trials, best, note)
     return best
-
-
-def measure_machine(job: TuneJob) -> Machine:
-    """Measure on one rank what all candidates have in common; UserError in the trial's words where that fails."""
-    distributed.info(f"phase {job.phase} is measured on one rank, before the trials")
-    # batch sizes for several ranks may not suit one, and do not matter here
-    settings = {RANKS: 1, **dict.fromkeys((TRAIN, MICRO, STEPS), "auto"), "phases.*.train_batch_size": None}
-    patient = {"hostfile": None, "trial_timeout": max(job.trial_timeout, _TO_LOAD)}
-    trial = trials.run_speed_trial(job.model_copy(update=patient), settings, request(job, "machine", 0))
-    if trial.outcome != MEASURED:
-        raise UserError(f"phase {job.phase} cannot be measured on one rank ({trial.outcome}): {trial.reason}")
-    results = dict(trial.details)
-    memory, free = results.pop("memory"), results.pop("bytes_of_a_gpu") or free_memory()
-    activations = tuple(Activations(**one) for one in memory.pop("activations"))
-    phase_memory = PhaseMemory(ModelSizes(**memory.pop("sizes")), activations=activations, **memory)
-    hidden_size, gpus, held_out = (results.pop(name) for name in ("hidden_size", "gpus", "held_out"))
-    return Machine(phase_memory, hidden_size, gpus, free, held_out, results)
-
-
-def request(job: TuneJob, name: str, seconds: float) -> TrialRequest:
-    """Return what a trial of this name is to measure: steps for some seconds, or memory in 0."""
-    folder = job.output / "trials"
-    results = folder / name / "results.json"
-    return TrialRequest(phase=job.phase, results=results, models=folder / "models", seconds=seconds)
 
 
 class Search:
@@ -87,72 +55,72 @@ class Search:
 
     def __init__(self, job: TuneJob, machine: Machine, started: float) -> None:
         self.job, self.machine, self.started = job, machine, started
-        self.end = started + job.budget
-        self.own = space.own_settings(job, machine)
-        self.record = TrialRecord(job, machine.identity)
+        self.own = trials.own_settings(job, machine)
         self.trials: list[Trial] = []
 
     @property
     def measured(self) -> list[Trial]:
         """The trials with a value, the best first; an error where there is none."""
-        found = [trial for trial in self.trials if trial.outcome == MEASURED]
-        if found:
-            return sorted(found, key=lambda trial: -self.job.sign * (trial.value or 0.0))
+        measured = [trial for trial in self.trials if trial.outcome == MEASURED]
+        if measured:
+            return sorted(measured, key=lambda trial: -self.job.sign * (trial.value or 0.0))
         outcomes = {trial.outcome for trial in self.trials}
         fits_nowhere = outcomes <= {trials.NO_MEMORY, trials.KILLED, trials.REFUSED} and trials.NO_MEMORY in outcomes
         lines = dict.fromkeys(f"{trial.outcome}: {trial.reason}" for trial in self.trials)
         message = "\n".join(["no candidate ran to its end:", *lines])
         raise NothingFitsError(message) if fits_nowhere else TuningFailedError(message)
 
-    def attempt(self, settings: Settings, cannot_win: CannotWin = lambda step, score: False) -> Trial:
-        """Measure a candidate, unless it is a mistake, lacks memory by arithmetic, or was tried in other words."""
+    def attempt(
+        self,
+        settings: Settings,
+        cannot_win: CannotWin = lambda step, score: False,
+        part: float = 1.0,
+        again: int = 0,
+    ) -> Trial | None:
+        """Return what becomes of a candidate; None where a trial would probably not end within this part of the budget.
+
+        Nothing is run for settings that are a mistake, lack memory by arithmetic, were tried in other words, or were
+        measured by an earlier call of the same command. `again` numbers the trials after a candidate's first.
+        """
         try:
-            key, lack = space.plan(self.job, self.machine, settings)
+            key, lack = trials.plan(self.job, self.machine, settings)
         except UserError as error:
-            self.trials.append(Trial(settings, trials.REFUSED, str(error)))
-            return self.trials[-1]
-        if known := next((trial for trial in self.trials if trial.key == key), None):
+            return self._noted(Trial(settings, trials.REFUSED, str(error)))
+        known = next((trial for trial in self.trials if trial.key == key), None)
+        if known and not again:
             return known
         if lack:
-            self.trials.append(Trial(settings, trials.NO_MEMORY, lack, key=key))
-            return self.trials[-1]
-        return self.measure(settings, key, cannot_win)
-
-    def measure(self, settings: Settings, key: str, cannot_win: CannotWin = lambda step, score: False) -> Trial:
-        """Run a trial, or take the next one that an earlier call has made."""
-        name, trial = space.label(settings), self.record.take(settings)
-        if trial:
+            return self._noted(Trial(settings, trials.NO_MEMORY, lack, key=key))
+        folder = self.job.output / "trials" / (f"{key[:12]}-{again}" if again else key[:12])
+        name, record = label(settings), folder / "trial.json"
+        trial = Trial(**read_object(record)) if record.is_file() else None
+        if trial and trial.outcome not in (trials.HUNG, trials.KILLED):  # another time these may end well
             name = f"known: {name}"
             for step, score in trial.details.get("curve", ()):
                 cannot_win(step, score)  # the pruner compares later runs with it
+        elif not self._has_time(part):
+            return None
         else:
-            distributed.info(
-                f"trial {len(self.trials) + 1}: {name} ({max(0.0, self.end - time.monotonic()):.0f} s left)"
-            )
-            if self.job.metric:
-                trial = trials.run_score_trial(self.job, settings, key[:12], cannot_win)
-            else:
-                asked = request(self.job, key[:12], self.job.trial_seconds)
-                trial = trials.run_speed_trial(self.job, settings, asked)
-            trial = replace(trial, key=key)
-            self.record.add(trial)
-        self.trials.append(trial)
+            distributed.info(f"trial {len(self.trials) + 1}: {name}")
+            trial = replace(trials.run_trial(self.job, settings, folder, cannot_win), key=key)
+            write_json(record, asdict(trial))
         what = f"{trial.outcome}: {trial.reason}" if trial.value is None else f"{trial.value:.4g} {self.job.unit}"
         distributed.info(f"{name}: {what}")
+        return self._noted(trial)
+
+    def _noted(self, trial: Trial) -> Trial:
+        self.trials.append(trial)
         return trial
 
-    def has_time(self, settings: Settings, end: float, left: int) -> bool:
-        """Whether one more trial would probably end in time, or is known; UserError where nothing could be compared."""
+    def _has_time(self, part: float) -> bool:
+        """Whether one more trial would probably end in time; UserError where nothing could be compared."""
         lasted = [trial.lasted for trial in self.trials if trial.lasted]
-        now, mean = time.monotonic(), fmean(lasted) if lasted else 0.0
-        if now + mean <= end or self.record.knows(settings):
+        mean, now = fmean(lasted) if lasted else 0.0, time.monotonic() - self.started
+        if now + mean <= part * self.job.budget:
             return True
-        part = (end - self.started) / self.job.budget
-        enough = [f"--budget {math.ceil((now - self.started + count * mean) / part)}s" for count in (2, left)]
-        told = f"a trial takes {mean:.0f} s here, and {enough[1]} would be enough for {left} more"
         if len(lasted) < 2:
-            raise UserError(f"the budget is too small to compare anything, give {enough[0]} at least; {told}")
-        distributed.warn(f"the budget is used up; {told}")
+            least = math.ceil((now + (2 - len(lasted)) * mean) / part)
+            raise UserError(f"the budget is too small to compare anything: give --budget {least}s at least")
         return False
 
 
@@ -162,20 +130,22 @@ def fastest(search: Search) -> tuple[Trial, str]:
     The user's own files win where they are slower by no more than the noise: half the range of a finalist's trials, as
     a part of their median, and of these parts the middle one.
     """
-    untried, own = [*space.combinations(search.job, search.machine)], search.attempt(search.own)
+    job, own, part = search.job, search.attempt(search.own), 1 - _FOR_FINALS
+    assert own is not None, "the first trial has time"
+    untried = [*trials.combinations(job, search.machine)]
     while untried:
         others = [trial for trial in search.trials if trial.value and trial is not own]
         pivot = max(others, key=lambda trial: trial.value or 0.0, default=own).settings
         # of those that differ at equally many paths, the first in the order of the space
         settings = min(untried, key=lambda each: sum(value != pivot.get(path) for path, value in each.items()))
-        if not search.has_time(settings, search.end - _FOR_FINALS * search.job.budget, len(untried)):
-            break
         untried.remove(settings)
-        search.attempt(settings)
+        if search.attempt(settings, part=part) is None:
+            distributed.warn(f"the budget is used up, and {len(untried) + 1} combinations were not tried")
+            break
     finalists = {trial.key: trial for trial in [*search.measured[:_FINALISTS], own] if trial.value}
-    for trial in [*finalists.values()] * (_FINAL_ROUNDS if len(finalists) > 1 else 0):
-        if time.monotonic() + trial.lasted < search.end or search.record.knows(trial.settings):
-            search.measure(trial.settings, trial.key)
+    for number in range(1, _FINAL_ROUNDS + 1) if len(finalists) > 1 else ():
+        for trial in finalists.values():
+            search.attempt(trial.settings, again=number)
     times = {key: [trial.value or 0.0 for trial in search.measured if trial.key == key] for key in finalists}
     times = {key: speeds for key, speeds in times.items() if len(speeds) > 1} or times
     medians = {key: median(speeds) for key, speeds in times.items()}
@@ -191,6 +161,7 @@ def best_score(search: Search) -> tuple[Trial, str]:
     import optuna
 
     job, own = search.job, search.attempt(search.own)
+    assert own is not None, "the first trial has time"
     if own.outcome == trials.NO_SCORE:
         raise UserError(f"--metric is eval/{job.metric}: {own.reason}")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -213,25 +184,25 @@ def best_score(search: Search) -> tuple[Trial, str]:
             else:
                 suggest = drawing.suggest_int if values.whole else drawing.suggest_float
                 settings[path] = suggest(path, values.low, values.high, log=values.log)
-        if not search.has_time(settings, search.end, 1):
-            study.stop()
-            raise optuna.TrialPruned
 
         def cannot_win(step: int, score: float) -> bool:
             drawing.report(score, step)
             return bool(drawing.should_prune())
 
         trial = search.attempt(settings, cannot_win)
-        if trial.outcome == trials.ENDED_EARLY:
+        if trial is None:
+            distributed.warn("the budget is used up")
+            study.stop()
+        if trial is None or trial.outcome == trials.ENDED_EARLY:
             raise optuna.TrialPruned
         return math.nan if trial.value is None else trial.value  # optuna counts a NaN as a failure
 
     study.optimize(objective, n_trials=_DRAWS)
-    best, count = search.measured[0], max(1, search.machine.held_out)
-    share = best.value or 0.0
+    best = search.measured[0]
+    count, share = max(1, best.details.get("examples", 0)), best.value or 0.0
     error = math.sqrt(max(0.0, share * (1 - share)) / count)
-    told = f"one standard error of {count:,} held-out examples is {error:.4f}"
-    return best, told if str(job.metric).endswith("accuracy") else ""
+    note = f"one standard error of {count:,} held-out examples is {error:.4f}"
+    return best, note if str(job.metric).endswith("accuracy") else ""
 
 
 def _texts(values: list[Any]) -> list[str]:
@@ -241,22 +212,19 @@ def _texts(values: list[Any]) -> list[str]:
 
 def write_results(job: TuneJob, tried: Sequence[Trial], best: Trial, note: str) -> None:
     """Write both files with the best settings; print the table of all trials and how to train with the files."""
-    for name, file in zip((RECIPE, ENGINE_FILE), space.files_with(job, best.settings), strict=True):
+    for name, file in zip((RECIPE, ENGINE_FILE), trials.files_with(job, best.settings), strict=True):
         write_json(job.output / name, redacted(file))
+    (job.output / "trials.jsonl").write_text("".join(f"{json.dumps(asdict(trial))}\n" for trial in tried))
     for trial in tried:  # the models of the others would fill the disk
         if trial.key != best.key and job.metric:
             shutil.rmtree(job.output / "trials" / trial.key[:12] / "model", ignore_errors=True)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in _REPLACED:
-        parser.add_argument(f"--{flag}", action="append")
-    _, others = parser.parse_known_args(job.arguments)
     files = ["--deepspeed_config", str(job.output / ENGINE_FILE), "--recipe", str(job.output / RECIPE)]
     hosts = ["--hostfile", str(job.hostfile)] if job.hostfile else ["--num_gpus", str(best.settings[RANKS])]
-    command = ["deepspeed", *hosts, "--module", "ds_trainer.cli.train", *files, *others, "--output_dir", "OUT"]
-    threads = best.settings.get(space.THREADS)
+    command = ["deepspeed", *hosts, "--module", "ds_trainer.cli.train", *files, *job.train_flags, "--output_dir", "OUT"]
+    threads = best.settings.get(trials.THREADS)
     shell = (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(command)
     own = next((f"{trial.value:.4g}" for trial in tried[:1] if trial.value is not None), "none")
-    summary = f"best: {space.label(best.settings)}: {best.value:.4g} {job.unit}, the user's own files {own}; {note}"
+    summary = f"best: {label(best.settings)}: {best.value:.4g} {job.unit}, the user's own files {own}; {note}"
     distributed.info(f"\n{aligned(list(rows(job, tried)))}\n\n{summary}\ntrain with:\n  {redacted(shell)}")
 
 
@@ -266,7 +234,7 @@ def rows(job: TuneJob, tried: Sequence[Trial]) -> Iterator[Row]:
     for trial in sorted(started, key=lambda trial: math.inf if trial.value is None else -job.sign * trial.value):
         yield {
             job.unit: "" if trial.value is None else f"{trial.value:.4g}",
-            "settings": space.label(trial.settings),
+            "settings": label(trial.settings),
             **{cost: f"{value:,.4g}" for cost, value in trial.details.get("costs", {}).items()},
             "seconds": f"{trial.lasted:,.0f}",
             "outcome": f"{trial.outcome}: {trial.reason}" if trial.reason else trial.outcome,

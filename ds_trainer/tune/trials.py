@@ -1,36 +1,44 @@
-"""Run one trial: a training command in a process group, a folder and at a port of its own, with a time limit.
+"""What a tuning tries, and what becomes of it: settings over the user's two files, and an ordinary run for each.
 
-Whatever becomes of it is a result: it was measured, or it ran out of memory, hung, was killed or refused, its loss was
-not finite, or it failed. A trial is measured only where its results are whole; its exit code and what it printed prove
-nothing. Every trial is written down at once in `trials.jsonl`, so that the same command goes on where it was ended.
+For a score a trial is the run of the whole recipe, scored on held-out training examples. For speed it is a run of one
+phase, which is ended after its first steps. The models that the phase starts from and is taught by are made once
+before, by a run of the earlier phases without any training.
+
+Whatever becomes of a trial is a result: it was measured, or it ran out of memory, hung, was killed or refused, its loss
+was not finite, or it failed. What it has logged decides; its exit code and what it printed only say why.
 """
 
 import contextlib
+import copy
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product, takewhile
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NoReturn
+from statistics import harmonic_mean
+from typing import Any
 
-from ds_trainer.files.reading import content_hash, folder_hash, read_value
+from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, check_engine_file, resolve_engine_file, settled_numbers
+from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory
+from ds_trainer.files.reading import content_hash, folder_hash, free_memory, read_value
+from ds_trainer.files.redaction import redacted
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import NonFiniteLossError, OutOfMemoryError, UserError
-from ds_trainer.recipe.jobs import TrialRequest, TuneJob
+from ds_trainer.ranks.failures import NonFiniteLossError, OutOfMemoryError, UserError, raise_mistakes
+from ds_trainer.recipe.fields import without_silent_nulls
+from ds_trainer.recipe.jobs import TuneJob
+from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe
+from ds_trainer.recipe.settings import assign
 from ds_trainer.tasks.data import hash_of
-from ds_trainer.tune.space import RANKS, THREADS, Settings, files_with, label
 
+RANKS, THREADS = "ranks", "threads"
+"""The settings that have no place in either file: the launcher's ranks, and OMP_NUM_THREADS of each."""
 MEASURED, NO_MEMORY, HUNG, KILLED, REFUSED = "measured", "out of memory", "hung", "killed", "refused"
 NOT_FINITE, FAILED, ENDED_EARLY, NO_SCORE = "not finite", "failed", "ended early", "no score"
 _BY_EXIT_CODE = {
@@ -38,23 +46,38 @@ _BY_EXIT_CODE = {
     NonFiniteLossError.exit_code: NOT_FINITE,
     OutOfMemoryError.exit_code: NO_MEMORY,
 }
-LOG, RECORD = "output.log", "trials.jsonl"
-"""What the processes of a trial print, in its folder; and all trials, in the folder of the tuning."""
-_TRAIN = "ds_trainer.cli.train"
-_FORKS = multiprocessing.get_context("forkserver")
-_PRELOADED = [_TRAIN, "ds_trainer.run.trial", "deepspeed.module_inject.auto_ep_layer"]
-_PRELOADED += ["transformers.models.bert.modeling_bert"]
-"""What trials load of this library, of DeepSpeed, and of transformers for a model of any kind: 6 of 8 CPU seconds."""
-_GPUS = ("nvidia[0-9]*", "kfd", "accel*")
-"""Devices in /dev. A GPU cannot be used by a process that is forked from one that has asked its driver anything."""
-_POLL, _GRACE = 0.1, 5.0
-"""Seconds between two looks at a process; and those that a process group has to end before it is killed."""
+_STAGE, _OFFLOAD = "zero_optimization.stage", "zero_optimization.offload_optimizer"
+_BUCKET, _SPEED = "zero_optimization.reduce_bucket_size", "train/examples_per_s"
+_SMALLEST_SHARE = 32
+"""The default space has micro-batches down to this part of what a rank has of a global batch."""
+_MARGIN = 0.15
+"""How far memory by arithmetic may be off."""
+_RECORDS = 4
+"""A trial for speed logs this often; the first record, of steps that allocate memory and build kernels, is left out."""
+_POLL, _GRACE = 0.2, 5.0
+"""Seconds between two looks at a run; and those that its processes have to end before they are killed."""
+_MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor", "comms_logger", "flops_profiler")
+"""What an engine file may have to write to a server or a log, or to print. Trials are run without."""
 _WEIGHTS = ("*/model", "checkpoint-*", "*/checkpoint-*", "starting_models")
 """Of a run's folder, without the model of its last phase."""
 
-Process = BaseProcess | subprocess.Popen[bytes]
+Settings = dict[str, Any]
+"""JSON values by the paths of `--set`, and by `RANKS` and `THREADS`."""
 CannotWin = Callable[[int, float], bool]
 """Takes step and score of an evaluation of the trial that runs."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a dry run on one rank tells of the tuned phase, and of where it runs."""
+
+    memory: PhaseMemory
+    hidden_size: int
+    gpus: int
+    bytes_free: int
+    """For all ranks of a host together; on GPUs for each of them."""
+    identity: Mapping[str, Any]
+    """The data, the hardware and the versions."""
 
 
 @dataclass(frozen=True)
@@ -70,45 +93,94 @@ class Trial:
     """Seconds of the whole trial, its start included; 0 for one that was not started."""
     details: Mapping[str, Any] = field(default_factory=dict)
     key: str = ""
-    """That of its plan (`space.py`); empty for settings that were refused."""
+    """That of its plan; empty for settings that were refused."""
 
 
-class TrialRecord:
-    """The trials of this configuration, code, data, models and hardware. Those of others stay in the file, unused."""
+# Settings
 
-    def __init__(self, job: TuneJob, identity: Any) -> None:
-        """Read the file. `identity` is JSON: the data, the hardware and the versions."""
-        recipe = job.train.recipe.model_dump(exclude={"output_dir", "cache_dir"})
-        tuned = [job.train.engine_config, recipe, *contents_of(recipe), job.arguments, job.phase, job.metric]
-        self._context = hash_of([*tuned, folder_hash(Path(__file__).parents[1]), identity])
-        self._path = job.output / RECORD
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._kept: dict[str, list[Trial]] = defaultdict(list)
-        for line in self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else ():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # the last line of a call that was killed
-                entry = json.loads(line)
-                key, _ = entry.pop("identity"), entry.pop("label")
-                if entry["outcome"] not in (HUNG, KILLED):  # another time they may end well
-                    self._kept[key].append(Trial(**entry))
 
-    def knows(self, settings: Settings) -> bool:
-        """Whether `take` would return a trial."""
-        return bool(self._kept[self._key(settings)])
+def files_with(job: TuneJob, settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the recipe and the engine file as the user wrote them, with the settings."""
+    recipe, engine = copy.deepcopy((job.recipe_file, job.engine_file))
+    for path, value in settings.items():
+        if path not in (RANKS, THREADS):
+            file = recipe if path.partition(".")[0] in Recipe.model_fields else engine
+            assign(file, path.split("."), value, f"the setting {path}")
+    return recipe, engine
 
-    def take(self, settings: Settings) -> Trial | None:
-        """Return the next trial of a candidate that an earlier call has made; None where there is none left."""
-        kept = self._kept[self._key(settings)]
-        return kept.pop(0) if kept else None
 
-    def add(self, trial: Trial) -> None:
-        """Write a trial down."""
-        entry = {"identity": self._key(trial.settings), "label": label(trial.settings), **asdict(trial)}
-        with self._path.open("a", encoding="utf-8") as file:
-            # the line break comes first: the last line of a call that was killed may be torn
-            file.write("\n" * bool(file.tell()) + json.dumps(entry))
+def checked(job: TuneJob, settings: Settings) -> tuple[Recipe, dict[str, Any]]:
+    """Return the recipe and the engine file with the settings; a UserError has the mistakes in either."""
+    recipe_file, engine = files_with(job, settings)
+    recipe, ranks = parse_recipe(recipe_file), settings.get(RANKS, job.num_gpus or 1)
+    raise_mistakes(mistake for phase in recipe.phases for mistake in check_engine_file(engine, phase, ranks))
+    return recipe, engine
 
-    def _key(self, settings: Settings) -> str:
-        return hash_of([self._context, settings, *contents_of(settings)])
+
+def plan(job: TuneJob, machine: Machine, settings: Settings) -> tuple[str, str]:
+    """Check settings; a UserError says why they cannot be.
+
+    Returns a hash of what they amount to, here and now, and why a rank has not enough memory by arithmetic, empty where
+    it has. The arithmetic is about the longest examples, which a trial for speed may not meet.
+    """
+    (recipe, engine), ranks = checked(job, settings), settings[RANKS]
+    phase = next(phase for phase in recipe.phases if phase.name == job.phase)
+    config = resolve_engine_file(engine, phase, ranks, hidden_size=machine.hidden_size, total_steps=1, warmup_steps=0)
+    memory = machine.memory.describe(config, phase.gradient_checkpointing)
+    needed = memory["peak_of_the_gpu" if machine.gpus else "peak"]
+    free = machine.bytes_free // (1 if machine.gpus else -(-ranks // job.hosts))
+    lack = f"by arithmetic a rank needs {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} are free"
+    run = [config, recipe.model_dump(exclude={"output_dir"}), ranks, settings.get(THREADS), job.metric, job.trial_steps]
+    key = hash_of([*run, job.train_flags, machine.identity, *contents_of([job.recipe_file, settings])])
+    return key, lack if needed > free * (1 + _MARGIN) else ""
+
+
+def own_settings(job: TuneJob, machine: Machine) -> Settings:
+    """Return the settings of the user's own files: on the ranks that are given, else on one a GPU, else on one."""
+    return {RANKS: job.num_gpus or machine.gpus or 1}
+
+
+def combinations(job: TuneJob, machine: Machine) -> Iterator[Settings]:
+    """Yield the settings to try for speed: every combination of the space, in its order, the last path fastest.
+
+    None of them changes the global batch of the user's own files. Left out are buckets where there is no ZeRO and, in
+    the default space, stages that share among ranks where there is one rank.
+    """
+    own = own_settings(job, machine)
+    batch = settled_numbers(job.train.engine_config, job.tuned_phase, own[RANKS]).train_batch_size
+    micros = [micro for micro in range(batch, 0, -1) if batch % micro == 0 and micro * _SMALLEST_SHARE >= batch]
+    checkpointing = sorted({one.gradient_checkpointing for one in machine.memory.activations})
+    space: dict[str, Any] = job.space or {
+        f"phases.{job.phase}.gradient_checkpointing": checkpointing,
+        _STAGE: [0, 1, 2, 3],
+        **({_OFFLOAD: [None, {"device": "cpu"}]} if machine.gpus else {}),
+        _BUCKET: ["auto", 50_000_000],
+        MICRO: micros,
+    }
+    bucket = space.get(_BUCKET, [None])[0]
+    for values in product(*space.values()):
+        settings = own | dict(zip(space, values, strict=True))
+        shares = settings.get(_STAGE) and not settings.get(_OFFLOAD)
+        if batch % (settings[RANKS] * settings.get(MICRO, 1)) or (shares and settings[RANKS] == 1 and not job.space):
+            continue
+        if settings.get(_STAGE) == 0 and settings.pop(_BUCKET, bucket) != bucket:
+            continue
+        if MICRO in settings:
+            settings[STEPS] = "auto"  # other phases may have other global batches
+        if not job.tuned_phase.train_batch_size:
+            settings[TRAIN] = batch
+        yield settings
+
+
+def label(settings: Settings) -> str:
+    """Name a candidate in a few words."""
+    parts = [f"{settings[RANKS]} rank{'s' * (settings[RANKS] > 1)}"]
+    for path, value in settings.items():
+        if path not in (RANKS, TRAIN, STEPS):
+            words = "/".join(map(str, value.values())) if isinstance(value, dict) else value
+            text = f"{words:.4g}" if isinstance(words, float) else str(words)
+            parts.append(f"{path.removeprefix('phases.').removeprefix('zero_optimization.')} {text}")
+    return ", ".join(parts if len(settings) > 1 else [*parts, "the user's own files"])
 
 
 def contents_of(value: Any) -> Iterator[str]:
@@ -123,148 +195,78 @@ def contents_of(value: Any) -> Iterator[str]:
             yield content_hash(Path(value)).hex()
 
 
-def run_speed_trial(job: TuneJob, settings: Settings, request: TrialRequest) -> Trial:
-    """Time steps of a phase as the request says; the trial's folder is that of the results."""
-    folder, until = request.results.parent, time.monotonic() + job.trial_timeout
-    write_json(folder / "request.json", request.model_dump(mode="json"))
-    request.results.unlink(missing_ok=True)
-    hung = Trial(settings, HUNG, f"no result after {job.trial_timeout:.0f} s")
-    words = ["--trial", str(folder / "request.json")]
-    trial = _run(job, settings, folder, words, lambda: hung if time.monotonic() > until else None)
-    with contextlib.suppress(UserError):  # there are no results
-        results = read_value(request.results)
-        speed = results["examples"] / fmean(results["seconds"]) if "seconds" in results else None
-        return replace(trial, outcome=MEASURED, reason="", value=speed, details=results)
-    return trial
+# Runs
 
 
-def run_score_trial(job: TuneJob, settings: Settings, name: str, cannot_win: CannotWin) -> Trial:
-    """Train the whole recipe, scored on held-out training examples; of the weights only the run's model is kept.
+def measure_machine(job: TuneJob) -> Machine:
+    """Learn from a dry run on one rank what all candidates have in common; UserError in its words where that fails.
+
+    For speed, also make the models that the tuned phase starts from and is taught by.
+    """
+    distributed.info(f"phase {job.phase} is measured on one rank, before the trials")
+    # batch sizes for several ranks may not suit one, and do not matter here
+    settings = {RANKS: 1, **dict.fromkeys((TRAIN, MICRO, STEPS), "auto"), "phases.*.train_batch_size": None}
+    recipe, engine = checked(job, settings)
+    recipe = _scored(recipe) if job.metric else recipe  # the evaluation set is not even read
+    *before, phase = _until(recipe, job.phase)
+    made = [_untrained(one) for one in before]
+    dry = _finish(job, recipe.model_copy(update={"phases": [*made, phase]}), engine, "machine", "--dry_run=json")
+    if not job.metric:
+        update = {"phases": [*made, _untrained(phase)], "report": False}
+        _finish(job, recipe.model_copy(update=update), {}, "start")
+    found = json.loads(dry)
+    measured = found["phases"][-1]["measured"]
+    memory, gpus = measured["memory"], measured["gpus"]
+    activations = tuple(Activations(**one) for one in memory.pop("activations"))
+    phase_memory = PhaseMemory(ModelSizes(**memory.pop("sizes")), activations=activations, **memory)
+    identity = {"machine": found["machine"], "data": [one["data"] for one in found["phases"]]}
+    free = measured["bytes_of_a_gpu"] or free_memory()
+    return Machine(phase_memory, measured["hidden_size"], gpus, free, identity)
+
+
+def run_trial(job: TuneJob, settings: Settings, folder: Path, cannot_win: CannotWin) -> Trial:
+    """Run a candidate in this folder until it has been measured or ends; of its weights only the run's model is kept.
 
     The run is ended where it prints and logs nothing for too long, and where `cannot_win` says so of an evaluation of
-    the last phase.
+    the last phase. Nothing is left of its processes at the end, however this function is left.
     """
-    folder = job.output / "trials" / name
-    records, status, summary = (folder / file for file in ("log.jsonl", "status.json", "all_results.json"))
-    for path in (records, status, summary):  # those of an earlier call
-        path.unlink(missing_ok=True)
-    curve: list[tuple[int, float]] = []
-
-    def verdict() -> Trial | None:
-        for step, score in evaluations_in(records, job)[len(curve) :]:
-            curve.append((step, score))
-            if cannot_win(step, score):
-                return Trial(settings, ENDED_EARLY, f"at step {step} it was behind the median of the runs before")
-        last = max(path.stat().st_mtime for path in (records, folder / LOG) if path.exists())
-        silent = Trial(settings, HUNG, f"it printed and logged nothing for {job.trial_timeout:.0f} s")
-        return silent if time.time() - last > job.trial_timeout else None
-
-    recipe, _ = files_with(job, settings)
-    tasks = [f"phases.{place}.task" for place, phase in enumerate(recipe["phases"]) if phase.get("task")]
-    tasks += ["task"] if len(tasks) < len(recipe["phases"]) else []
-    fields = [*(f"{task}.score_held_out=true" for task in tasks), "report=true"]
-    trial = _run(job, settings, folder, [word for text in fields for word in ("--set", text)], verdict)
+    recipe, engine = checked(job, settings)
+    recipe = _scored(recipe) if job.metric else _timed(job, recipe)
+    for name in ("log.jsonl", "status.json", "all_results.json"):  # those of an earlier call
+        (folder / name).unlink(missing_ok=True)
+    command = _command(job, settings, recipe, engine, folder)
+    threads = {"OMP_NUM_THREADS": str(settings[THREADS])} if settings.get(THREADS) else {}
+    started, log, seen, trial = time.monotonic(), folder / "output.log", 0, None
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | threads, start_new_session=True)
+    try:
+        while trial is None and process.poll() is None:
+            time.sleep(_POLL)
+            records = records_of(folder, job)
+            if job.metric and any(cannot_win(step, score) for step, score in _curve(records, job)[seen:]):
+                trial = Trial(settings, ENDED_EARLY, f"at step {records[-1]['step']} it was behind the median so far")
+            last = max(path.stat().st_mtime for path in (log, folder / "log.jsonl") if path.exists())
+            if time.time() - last > job.trial_timeout:
+                trial = Trial(settings, HUNG, f"it printed and logged nothing for {job.trial_timeout:.0f} s")
+            elif not job.metric and len(records) == _RECORDS:
+                break
+            seen = len(records)
+    finally:
+        _end(process)
     for path in (path for pattern in _WEIGHTS for path in folder.glob(pattern)):
         shutil.rmtree(path, ignore_errors=True)
-    details: dict[str, Any] = {"curve": evaluations_in(records, job)}
-    with contextlib.suppress(UserError, KeyError):  # it did not finish
-        if trial.outcome not in (HUNG, ENDED_EARLY) and read_value(status)["state"] == "finished":
-            last = read_value(summary)[job.phase]
-            latency = last.get("early_exit_latency") or last.get("latency", {})
-            details["costs"] = {"MiB": last["size"]["bytes"] / 2**20} if "size" in last else {}
-            details["costs"] |= {f"ms ({batch.replace('_', ' ')})": ms["median_ms"] for batch, ms in latency.items()}
-            score = last["eval"].get(job.metric)
-            reason = f"the run has the scores {', '.join(last['eval'])}" if score is None else ""
-            outcome = NO_SCORE if score is None else MEASURED
-            trial = replace(trial, outcome=outcome, reason=reason, value=score)
-    return replace(trial, details=details)
+    trial = trial or Trial(settings, *outcome_of(process.returncode, log))
+    result = _score(job, folder, trial) if job.metric else _speed(job, folder, trial)
+    return replace(result, lasted=time.monotonic() - started)
 
 
-def evaluations_in(records: Path, job: TuneJob) -> list[tuple[int, float]]:
-    """Return step and score of each evaluation of the last phase that a run has logged so far."""
-    lines = records.read_bytes().splitlines(keepends=True) if records.exists() else []
-    whole = [json.loads(line) for line in lines if line.endswith(b"\n")]  # the last one may be half written
-    name = f"eval/{job.metric}"
-    return [(record["step"], record[name]) for record in whole if record["phase"] == job.phase and name in record]
-
-
-def _run(
-    job: TuneJob, settings: Settings, folder: Path, more: Sequence[str], verdict: Callable[[], Trial | None]
-) -> Trial:
-    """Run a training command until it ends or a verdict ends it, with what it prints in `LOG`.
-
-    Returns the verdict, or what the exit code and the last words say. Nothing is left of its processes at the end,
-    however this function is left.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / LOG
-    log.write_bytes(b"")
-    pairs = [f"{path}={json.dumps(value)}" for path, value in settings.items() if path not in (RANKS, THREADS)]
-    words = [*job.arguments, *(word for pair in pairs for word in ("--set", pair)), *more]
-    words += ["--output_dir", str(folder), "--overwrite_output_dir"]
-    started, said, code = time.monotonic(), None, None
-    processes = _started(job, settings, words, log)
-    try:
-        while code is None and not (said := verdict()):
-            time.sleep(_POLL)
-            codes = [process.exitcode if isinstance(process, BaseProcess) else process.poll() for process in processes]
-            code = next(filter(None, codes), None if None in codes else 0)
-    finally:
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            _end(processes, sign)
-    trial = said or Trial(settings, *outcome_of(code or 0, log))
-    return replace(trial, lasted=time.monotonic() - started)
-
-
-def _started(job: TuneJob, settings: Settings, words: list[str], log: Path) -> Sequence[Process]:
-    """Start a training command, each of the processes as a group of its own.
-
-    On a CPU the ranks are forked from a process that has loaded the libraries, which takes as long as a short trial;
-    otherwise DeepSpeed's launcher starts them.
-    """
-    ranks, port, threads = settings[RANKS], distributed.free_port(), settings.get(THREADS)
-    place = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    if job.hostfile or any(path for name in _GPUS for path in Path("/dev").glob(name)):
-        where = ["--hostfile", str(job.hostfile)] if job.hostfile else ["--num_gpus", str(ranks)]
-        launcher = [str(Path(sys.executable).with_name("deepspeed")), *where, "--master_port", str(port)]
-        command, out = [*launcher, "--module", _TRAIN, *words], log.open("wb")
-        return [subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | place, start_new_session=True)]
-    if ranks > 1:
-        numbers = {"WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_PORT": port, "CROSS_RANK": 0, "CROSS_SIZE": 1}
-        place |= {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
-    _FORKS.set_forkserver_preload(_PRELOADED)
-    forks = [_FORKS.Process(target=_train, args=(rank, place, words, log)) for rank in range(ranks)]
-    for fork in forks:
-        fork.start()
-    return forks
-
-
-def _train(rank: int, place: dict[str, str], words: list[str], log: Path) -> NoReturn:
-    """Be a rank of a training command, in a process that was forked."""
-    os.setsid()
-    file = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.argv = ["ds-train", *words]
-    os.environ.update(place)
-    if "WORLD_SIZE" in place:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    if "OMP_NUM_THREADS" in os.environ:  # libgomp has read the variable before it was set for this trial
-        import_module("torch").set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    command = import_module("ds_trainer.cli.command")
-    distributed.leave(command.run_command(import_module(_TRAIN).train_command, words))
-
-
-def _end(processes: Sequence[Process], sign: int) -> None:
-    """Send a signal to what is left of a trial's processes, and wait for some seconds until they are gone."""
-    until = time.monotonic() + _GRACE
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, sign)
-            while time.monotonic() < until:
-                time.sleep(0.02)
-                process.exitcode if isinstance(process, BaseProcess) else process.poll()  # it would stay as a zombie
-                os.killpg(process.pid or 0, 0)
+def records_of(folder: Path, job: TuneJob) -> list[dict[str, Any]]:
+    """Return the records of the tuned phase's speed, or of its score, that a run has logged so far."""
+    path, name = folder / "log.jsonl", f"eval/{job.metric}" if job.metric else _SPEED
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    # the last line may be half written
+    whole = [json.loads(line) for line in lines if line.endswith(b"\n") and name.encode() in line]
+    return [record for record in whole if record["phase"] == job.phase and name in record]
 
 
 def outcome_of(code: int, log: Path) -> tuple[str, str]:
@@ -276,3 +278,122 @@ def outcome_of(code: int, log: Path) -> tuple[str, str]:
     if code < 0 or code > 128 or any("was killed" in line or "signal 9" in line for line in errors):
         return KILLED, errors[0] if errors else f"ended by a signal (exit code {code}), as for lack of memory"
     return _BY_EXIT_CODE.get(code, FAILED), errors[0] if errors else (lines or [f"exit code {code}"])[-1]
+
+
+def _speed(job: TuneJob, folder: Path, trial: Trial) -> Trial:
+    """Return a trial with its examples/s, where its run has logged them, and with the most memory of a rank."""
+    records = records_of(folder, job)[1:]
+    if not records or trial.outcome == HUNG:
+        return trial
+    peaks = {name: value for name, value in records[-1].items() if name.startswith("memory/")}
+    of_gpus = [value for name, value in peaks.items() if name.startswith("memory/device/")]
+    costs = {"MiB of a rank": max(of_gpus or peaks.values(), default=0) / 2**20}
+    value = harmonic_mean([record[_SPEED] for record in records])
+    return replace(trial, outcome=MEASURED, reason="", value=value, details={"costs": costs})
+
+
+def _score(job: TuneJob, folder: Path, trial: Trial) -> Trial:
+    """Return a trial with the scores of its last phase, by step and at the end, and with what its model costs."""
+    details: dict[str, Any] = {"curve": _curve(records_of(folder, job), job)}
+    with contextlib.suppress(UserError, KeyError):  # it did not finish
+        if trial.outcome not in (HUNG, ENDED_EARLY) and read_value(folder / "status.json")["state"] == "finished":
+            last = read_value(folder / "all_results.json")[job.phase]
+            latency = last.get("early_exit_latency") or last.get("latency", {})
+            details["costs"] = {"MiB": last["size"]["bytes"] / 2**20} if "size" in last else {}
+            details["costs"] |= {f"ms ({batch.replace('_', ' ')})": ms["median_ms"] for batch, ms in latency.items()}
+            details["examples"] = last.get("measured_on", {}).get("examples", 0)
+            value = last["eval"].get(job.metric)
+            reason = f"the run has the scores {', '.join(last['eval'])}" if value is None else ""
+            trial = replace(trial, outcome=NO_SCORE if value is None else MEASURED, reason=reason, value=value)
+    return replace(trial, details=details)
+
+
+def _curve(records: list[dict[str, Any]], job: TuneJob) -> list[tuple[int, float]]:
+    return [(record["step"], record[f"eval/{job.metric}"]) for record in records]
+
+
+def _until(recipe: Recipe, name: str) -> list[Phase]:
+    """Return the phases up to this one, which is the last."""
+    before = list(takewhile(lambda phase: phase.name != name, recipe.phases))
+    return recipe.phases[: len(before) + 1]
+
+
+def _untrained(phase: Phase) -> Phase:
+    """Return a phase that only makes the model that this one starts from."""
+    kept = {name: getattr(phase, name) for name in ("name", "start_from", "student", "cut", "task")}
+    return Phase.model_validate({**kept, "num_train_epochs": 0})
+
+
+def _timed(job: TuneJob, recipe: Recipe) -> Recipe:
+    """Return a recipe of the tuned phase alone, which begins with the models of the run "start", and logs its speed."""
+    phase = _until(recipe, job.phase)[-1]
+    start = job.output / "trials" / "start"
+
+    def made(model: str) -> str:
+        if not model.startswith("@"):
+            return model
+        if earlier := recipe.earlier(phase, model):
+            return str(start / earlier.name / "model")
+        return recipe.model.name_or_path or str(start / "starting_models" / "initial_model")
+
+    models = {place: made(model) for place, model in phase.techniques.models.items()}
+    update = {"techniques": phase.techniques.with_models(models), "start_from": str(start / "model")}
+    update |= dict.fromkeys(("student", "cut", "eval_steps", "save_steps", "metric_for_best_model"))
+    update |= {"load_best_model_at_end": False, "early_stopping_patience": None}
+    update |= {"logging_steps": max(1, job.trial_steps // _RECORDS)}
+    return recipe.model_copy(update={"phases": [phase.model_copy(update=update)], "report": False})
+
+
+def _scored(recipe: Recipe) -> Recipe:
+    """Return the recipe with all phases scored on held-out examples, and with a report, which measures the model."""
+    return _with_tasks(recipe, score_held_out=True).model_copy(update={"report": True})
+
+
+def _with_tasks(recipe: Recipe, **fields: Any) -> Recipe:
+    """Return the recipe with these fields in the tasks of all its phases."""
+    of_phases = [phase.task and phase.task.model_copy(update=fields) for phase in recipe.phases]
+    phases = [phase.model_copy(update={"task": task}) for phase, task in zip(recipe.phases, of_phases, strict=True)]
+    return recipe.model_copy(update={"phases": phases, "task": recipe.task.model_copy(update=fields)})
+
+
+def _finish(job: TuneJob, recipe: Recipe, engine: Mapping[str, Any], name: str, *more: str) -> str:
+    """Run a recipe on one rank to its end, with few examples to score; return what it prints, UserError if it fails."""
+    folder = job.output / "trials" / name
+    command = [*_command(job, {RANKS: 1}, _with_tasks(recipe, max_eval_samples=8), engine, folder), *more]
+    with (folder / "output.log").open("wb") as log:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, check=False)
+    if done.returncode:
+        outcome, reason = outcome_of(done.returncode, folder / "output.log")
+        raise UserError(f"phase {job.phase} cannot be measured on one rank ({outcome}): {reason}")
+    return done.stdout.decode()
+
+
+def _command(job: TuneJob, settings: Settings, recipe: Recipe, engine: Mapping[str, Any], folder: Path) -> list[str]:
+    """Write the two files of a run into its folder, and return the command that runs them there."""
+    files = {"recipe": folder / "recipe_of_trial.json", "deepspeed_config": folder / "engine_of_trial.json"}
+    cache = job.train.recipe.cache_dir
+    plain = recipe.model_copy(update={"output_dir": None, "cache_dir": None, "tensorboard": False})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(files["recipe"], redacted(without_silent_nulls(plain)))
+    write_json(files["deepspeed_config"], redacted({key: engine[key] for key in engine if key not in _MONITORS}))
+    words = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    words += [*job.train_flags, *(["--cache_dir", cache] if cache else [])]
+    words += ["--output_dir", str(folder), "--overwrite_output_dir"]
+    if settings[RANKS] == 1 and not job.hostfile:
+        return [sys.executable, "-m", "ds_trainer.cli.train", *words]
+    where = ["--hostfile", str(job.hostfile)] if job.hostfile else ["--num_gpus", str(settings[RANKS])]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), *where]
+    return [*launcher, "--master_port", str(distributed.free_port()), "--module", "ds_trainer.cli.train", *words]
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End what is left of the processes of a run, and wait for some seconds at most until they are gone."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + _GRACE
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+            while time.monotonic() < until:
+                time.sleep(0.02)
+                process.poll()  # it would stay as a zombie
+                os.killpg(process.pid, 0)
+    process.wait()

@@ -16,8 +16,9 @@ from support.host_waits import host_waits, of
 from support.launching import WORDS
 
 from ds_trainer.models.folders import create_folder, save_folder, train_tokenizer
+from ds_trainer.ranks import distributed
 from ds_trainer.run.phase import PhasePlan
-from ds_trainer.run.rehearsal import LiveMemory, memory_of
+from ds_trainer.run.rehearsal import LiveMemory, begun, measure_memory
 from ds_trainer.techniques.prune.selection import select_largest
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -90,7 +91,10 @@ def test_a_dry_run_foretells_the_peak_of_the_gpu(stage, precision, planned, devi
     if device.type == "cpu" and (stage, precision) == (0, "fp32"):
         pytest.skip("on a CPU the weights stay where they were loaded, and are not counted")
     plan = planned(SMALL, engine_words(stage, precision))
-    described = replace(memory_of(plan), on_gpu=True).describe(plan.engine_config, False)
+    process, prepared = distributed.resident_memory(), plan.prepare()
+    with begun(plan, prepared) as sizes:
+        memory = measure_memory(plan, prepared, sizes, process)
+    described = replace(memory, on_gpu=True).describe(plan.engine_config, False)
     gc.collect()
     on_gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0

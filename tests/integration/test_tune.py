@@ -20,7 +20,7 @@ from ds_trainer.cli.train import read_train_job
 
 MICRO = "train_micro_batch_size_per_gpu"
 SABOTAGE = """
-import os, resource, sys, time
+import json, os, resource, sys, time
 from ds_trainer.techniques.technique import Technique
 
 class Sabotage(Technique):
@@ -28,52 +28,47 @@ class Sabotage(Technique):
 
 TECHNIQUES = {"sabotage": Sabotage}
 
-def sabotaged(micro):
-    return f"train_micro_batch_size_per_gpu={micro}" in sys.argv
-
-if "--trial" in sys.argv and "train_micro_batch_size_per_gpu" not in str(sys.argv):
+engine = {}
+if any("engine_of_trial" in word for word in sys.argv):
+    engine = json.load(open(sys.argv[sys.argv.index("--deepspeed_config") + 1]))
     print("error: this is no error", file=sys.stderr, flush=True)
-if sabotaged(8):
-    from ds_trainer.run import trial
-    start_engine = trial.engine.start_engine
+micro = engine.get("train_micro_batch_size_per_gpu")
+if micro == 8:
+    from ds_trainer.run import loop
+    train_step = loop.train_step
     def in_a_small_space(*args):
         import torch
         space = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 2**27
         resource.setrlimit(resource.RLIMIT_AS, (space, space))
         large = torch.ones(2**26)
-        return start_engine(*args)
-    trial.engine.start_engine = in_a_small_space
-if sabotaged(4):
+        return train_step(*args)
+    loop.train_step = in_a_small_space
+if micro == 4:
     os.kill(os.getpid(), 9)
-if sabotaged(2):
+if micro == 2:
     print("hangs", flush=True)
     time.sleep(600)
 """
 
 
-def trials_of(out: Path) -> dict[str, dict]:
-    """The trials by the last word of their labels, which is the micro-batch, or "files" for the user's own."""
-    file = out / "trials.jsonl"
-    entries = map(json.loads, file.read_text().splitlines() if file.exists() else ())
-    return {entry["label"].rpartition(" ")[2]: entry for entry in entries}
-
-
-def outcomes(trials: dict[str, dict]) -> dict[str, str]:
-    return {name: trial["outcome"] for name, trial in trials.items()}
+def outcomes(out: Path) -> dict[str, str]:
+    """The outcomes of the trials by micro-batch, or None for the user's own files."""
+    trials = [json.loads(path.read_text()) for path in out.glob("trials/*/trial.json")]
+    return {trial["settings"].get(MICRO): trial["outcome"] for trial in trials}
 
 
 def test_every_trial_has_an_outcome_and_an_ended_tuning_goes_on(taught_recipe, tmp_path):
     """Of a phase with masks and a teacher. Ended while a candidate hangs, it leaves no process.
 
-    The second call repeats only what was killed; the trial that printed "error" counts, for it left its results. The
-    winner is an engine file for training.
+    The second call repeats only what was killed; the trial that printed "error" counts, for it has logged its speed.
+    The winner is an engine file for training.
     """
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
     (tmp_path / "recipe.json").write_text(json.dumps(taught_recipe))
     out, path = tmp_path / "out", f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"
     words = ["launch/tune.py", "--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(tmp_path / "recipe.json")]
     words += ["--plugin", "sabotage", "--space", json.dumps({MICRO: [8, 4, 2]}), "--trial_timeout", "40s"]
-    words += ["--trial_seconds", "0.2s", "--num_gpus", "1", "--output_dir", str(out)]
+    words += ["--trial_steps", "8", "--num_gpus", "1", "--output_dir", str(out)]
 
     def start() -> subprocess.Popen[str]:
         mine = environment() | {"PYTHONPATH": path}
@@ -90,17 +85,14 @@ def test_every_trial_has_an_outcome_and_an_ended_tuning_goes_on(taught_recipe, t
     for process in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended in between
             assert str(tmp_path).encode() not in process.read_bytes()
-    finished = {"files": "measured", "8": "out of memory", "4": "killed"}
-    assert outcomes(trials_of(out)) == finished
+    finished = {None: "measured", 8: "out of memory", 4: "killed"}
+    assert outcomes(out) == finished
     second = start()
     _, printed = second.communicate(timeout=300)
     assert second.returncode == 0, printed[-3000:]
-    assert outcomes(trials_of(out)) == {**finished, "2": "hung"}
+    assert outcomes(out) == {**finished, 2: "hung"}
     assert printed.count("known: ") == 2
-    assert all(text in printed for text in ("ran out of memory", "no result after 40 s", "train with:"))
-    mine = trials_of(out)["files"]
-    assert (len(mine["details"]["seconds"]), mine["details"]["examples"]) == (4, 16)
-    assert mine["value"] == pytest.approx(4 * 16 / sum(mine["details"]["seconds"]))
+    assert all(text in printed for text in ("ran out of memory", "logged nothing for 40 s", "train with:"))
     tuned = ["--deepspeed_config", str(out / "tuned.json"), "--recipe", str(out / "tuned_recipe.json")]
     job = read_train_job([*tuned, "--output_dir", str(out / "new")])
     assert job.engine_config["zero_optimization"]["stage"] == 2
@@ -128,10 +120,8 @@ def test_trials_for_a_score_are_scored_on_held_out_examples_alone(tiny_recipe, c
     assert [step for step, _ in mine["details"]["curve"]] == [6, 12]
     assert mine["value"] == mine["details"]["curve"][-1][1]
     assert mine["value"] * 48 == pytest.approx(round(mine["value"] * 48), abs=1e-4)
-    assert {"MiB", "ms (batch 1)"} <= mine["details"]["costs"].keys()
+    assert mine["details"]["costs"].keys() >= {"MiB", "ms (batch 1)"}
     assert "of 48 held-out examples" in done.stderr
-    results = json.loads((out / "trials" / mine["key"][:12] / "all_results.json").read_text())
-    assert results["train"]["measured_on"]["examples"] == 48
     assert list(out.glob("trials/*/model/config.json"))
     tuned = ["--deepspeed_config", str(out / "tuned.json"), "--recipe", str(out / "tuned_recipe.json")]
     job = read_train_job([*tuned, "--output_dir", str(out / "new")])

@@ -1,6 +1,6 @@
 """A tuning: what is tried in which order, what wins, what is refused, and that a second call goes on.
 
-The trials are made up here; `tests/integration/test_tune.py` has real ones.
+The trials are made up here, or scripts in place of runs; `tests/integration/test_tune.py` has real ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import math
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,24 +25,20 @@ from ds_trainer.cli.tune import read_tune_job
 from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.ranks.failures import NothingFitsError, TuningFailedError, UserError
 from ds_trainer.recipe.jobs import TuneJob
-from ds_trainer.run.trial import trial_batches
 from ds_trainer.tune import search, trials
 from ds_trainer.tune.search import tune
-from ds_trainer.tune.space import Machine, combinations
-from ds_trainer.tune.trials import ENDED_EARLY, FAILED, HUNG, MEASURED, NO_MEMORY, NO_SCORE, Trial
+from ds_trainer.tune.trials import ENDED_EARLY, FAILED, HUNG, MEASURED, NO_MEMORY, NO_SCORE, Machine, Trial
 
 MICRO, STAGE = "train_micro_batch_size_per_gpu", "zero_optimization.stage"
-CHECKPOINTING, RATE, STEPS = (
-    "phases.prune.gradient_checkpointing",
-    "phases.prune.learning_rate",
-    "phases.prune.max_steps",
-)
+CHECKPOINTING = "phases.prune.gradient_checkpointing"
+RATE, STEPS = "phases.prune.learning_rate", "phases.prune.max_steps"
+ACCURACY = ("--metric", "eval/accuracy")
 
 
 def machine(bytes_free: int = 10**12, per_example: int = 1000, gpus: int = 0, data: str = "d") -> Machine:
     lines = (Activations(False, 0, per_example), Activations(True, 0, per_example // 10))
     memory = PhaseMemory(ModelSizes(1000, 0, 100), lines, 0, 0, 10_000, on_gpu=bool(gpus))
-    return Machine(memory, 32, gpus, bytes_free, 100, {"data": data})
+    return Machine(memory, 32, gpus, bytes_free, {"data": data})
 
 
 @pytest.fixture
@@ -67,32 +62,23 @@ def run(monkeypatch) -> Callable[..., tuple[Trial, list[dict]]]:
 
     def tuned(job: TuneJob, result, on: Machine | None = None, lasted: float = 0.001) -> tuple[Trial, list[dict]]:
         calls: list[dict] = []
-        clock = SimpleNamespace(monotonic=lambda: lasted * len(calls))
 
-        def speed(job, settings, request) -> Trial:
+        def run_trial(job, settings, folder, cannot_win) -> Trial:
             calls.append(settings)
-            value = result(settings, len(calls))
+            value, curve = result(settings, len(calls)), []
             if isinstance(value, str):
                 return Trial(settings, value, "made up", lasted=lasted)
-            return Trial(settings, MEASURED, value=value, lasted=lasted)
-
-        def score(job, settings, name, cannot_win) -> Trial:
-            calls.append(settings)
-            curve, value = [], result(settings, len(calls))
-            if isinstance(value, str):
-                return Trial(settings, value, "made up", lasted=lasted)
-            for step, reached in enumerate(value, start=1):
+            for step, reached in enumerate(value if job.metric else (), start=1):
                 curve.append([10 * step, reached])
                 if cannot_win(*curve[-1]):
                     return Trial(settings, ENDED_EARLY, "made up", lasted=lasted, details={"curve": curve})
-            (job.output / "trials" / name / "model").mkdir(parents=True)
-            return Trial(settings, MEASURED, value=value[-1], lasted=lasted, details={"curve": curve})
+            (folder / "model").mkdir(parents=True)
+            value, details = value[-1] if job.metric else value, {"curve": curve, "examples": 100}
+            return Trial(settings, MEASURED, value=value, lasted=lasted, details=details)
 
-        monkeypatch.setattr(trials, "run_speed_trial", speed)
-        monkeypatch.setattr(trials, "run_score_trial", score)
-        monkeypatch.setattr(search, "measure_machine", lambda job: on or machine())
-        monkeypatch.setattr(search, "time", clock)
-        shutil.rmtree(job.output / "trials", ignore_errors=True)
+        monkeypatch.setattr(trials, "run_trial", run_trial)
+        monkeypatch.setattr(trials, "measure_machine", lambda job: on or machine())
+        monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: lasted * len(calls)))
         return tune(job), calls
 
     return tuned
@@ -102,8 +88,8 @@ def written(job: TuneJob) -> tuple[dict, dict]:
     return tuple(json.loads((job.output / name).read_text()) for name in ("tuned.json", "tuned_recipe.json"))
 
 
-def recorded(job: TuneJob) -> list[dict]:
-    return [json.loads(line) for line in (job.output / "trials.jsonl").read_text().splitlines()]
+def outcomes(job: TuneJob) -> list[str]:
+    return [json.loads(line)["outcome"] for line in (job.output / "trials.jsonl").read_text().splitlines()]
 
 
 # --- speed ----------------------------------------------------------------------------------------------------------
@@ -163,18 +149,12 @@ def test_what_cannot_fit_by_arithmetic_is_not_started(job, run):
 def test_a_budget_that_is_too_small_is_an_error_that_names_a_better_one(job, run, caplog):
     """With time for a comparison it is a warning; two fifths are kept for the finals."""
     made = job({MICRO: [8, 4, 2, 1]}, "--budget", "60s")
-    with pytest.raises(
-        UserError, match=r"give --budget 250s at least; a trial takes 50 s here, and --budget 417s .* 4"
-    ):
+    with pytest.raises(UserError, match="give --budget 167s at least"):
         run(made, lambda *_: 10.0, lasted=50.0)
-    assert len(recorded(made)) == 1
-    _, calls = run(
-        made.model_copy(update={"budget": 300.0, "trial_seconds": 1.0, "phase": "finetune"}),
-        lambda *_: 10.0,
-        lasted=50.0,
-    )
-    assert [call.get(MICRO) for call in calls] == [None, 8, 4, None, 8]
-    assert "the budget is used up; a trial takes 50 s here, and --budget 417s would be enough for 2 more" in caplog.text
+    longer = made.model_copy(update={"budget": 300.0, "trial_steps": 8})
+    _, calls = run(longer, lambda *_: 10.0, lasted=50.0)
+    assert [call.get(MICRO) for call in calls] == [None, 8, 4, None, 8, 4]
+    assert "the budget is used up, and 2 combinations were not tried" in caplog.text
 
 
 def test_a_second_call_goes_on(job, run):
@@ -188,7 +168,6 @@ def test_a_second_call_goes_on(job, run):
     made = job({MICRO: [8, 4, 2]})
     with pytest.raises(KeyboardInterrupt):
         run(made, killed)
-    (made.output / "trials.jsonl").open("a").write('\n{"identity": "to')  # a line that was torn
     _, calls = run(made, lambda *_: 20.0)
     assert [call.get(MICRO) for call in calls[:2]] == [4, 2]
     assert len(run(made, lambda *_: 20.0)[1]) == 0
@@ -199,11 +178,11 @@ def test_the_default_space_keeps_the_global_batch(job):
     """Every candidate divides it; on one rank only ZeRO 0 without offload, on a GPU offload too."""
     made = job()
     for on in (machine(), machine(gpus=2)):
-        every = list(combinations(made, on))
+        every = list(trials.combinations(made, on))
         assert len(every) > 4
         for settings in every:
             assert 16 % (settings[MICRO] * settings["ranks"]) == 0
-            assert settings["ranks"] == (on.gpus or settings["ranks"])
+            assert settings["ranks"] == (on.gpus or 1)
             assert settings["ranks"] > 1 or settings[STAGE] == 0
     assert any(settings["zero_optimization.offload_optimizer"] for settings in every)
 
@@ -215,21 +194,7 @@ def test_other_phases_are_checked_too_and_words_that_mean_the_same_are_one_candi
     assert len(run(job({MICRO: [16]}), lambda *_: 10.0)[1]) == 1
 
 
-def test_the_longest_come_first_and_the_others_stand_for_an_epoch():
-    """Each batch has examples of like lengths, and the mean of the typical ones is that of the data."""
-    lengths = np.random.default_rng(0).integers(4, 128, 1000)
-    longest, *typical = trial_batches(lengths, 20, 6)
-    assert sorted(lengths[longest]) == sorted(lengths)[-20:]
-    assert all(np.ptp(lengths[batch]) <= 4 for batch in typical)
-    assert np.mean([lengths[batch].mean() for batch in typical]) == pytest.approx(lengths.mean(), rel=0.03)
-    few = trial_batches(np.array([3, 9, 5]), 8, 2)  # a training set that is smaller than a batch is repeated
-    assert [len(batch) for batch in few] == [8, 8, 8]
-    assert set(few[1].tolist()) == {0, 1, 2}
-
-
 # --- a score --------------------------------------------------------------------------------------------------------
-
-ACCURACY = ("--metric", "eval/accuracy")
 
 
 def test_the_best_score_wins_and_its_model_is_kept(job, run, caplog):
@@ -265,9 +230,7 @@ def test_a_run_that_cannot_win_is_ended_early(job, run):
     made = job({RATE: rates}, *ACCURACY)
     curves = [[0.3, 0.6, 0.9], [0.3, 0.6, 0.8], [0.1, 0.1, 0.1], [0.9, 0.1, 0.1], [0.1, 0.7, 0.9], [0.1, 0.1, 0.9]]
     run(made, lambda _, number: [*curves[min(number, 6) - 1], 0.5])
-    outcomes = [trial["outcome"] for trial in recorded(made)]
-    assert outcomes == [*[MEASURED] * 5, ENDED_EARLY, ENDED_EARLY]
-    assert len(recorded(made)[5]["details"]["curve"]) == 2
+    assert outcomes(made) == [*[MEASURED] * 5, ENDED_EARLY, ENDED_EARLY]
 
 
 def test_a_range_is_sampled(job, run):
@@ -309,47 +272,40 @@ def test_another_model_or_teacher_in_the_same_folder_is_measured_anew(job, run, 
 # --- both -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outcome", [HUNG, NO_MEMORY])
 @pytest.mark.parametrize("aim", [(), ACCURACY])
-def test_a_trial_without_a_result_is_recorded_and_the_search_goes_on(job, run, caplog, outcome, aim):
+def test_a_trial_without_a_result_is_recorded_and_the_search_goes_on(job, run, caplog, aim):
     """The user's own may fail too."""
     caplog.set_level("INFO", "ds_trainer")
     made = job({RATE: [1e-3, 2e-3]}, *aim)
-    best, _ = run(made, lambda settings, _: outcome if settings.get(RATE) != 2e-3 else [5.0] if aim else 5.0)
+    best, _ = run(made, lambda settings, _: HUNG if settings.get(RATE) != 2e-3 else [5.0] if aim else 5.0)
     assert best.settings[RATE] == 2e-3
-    assert [trial["outcome"] for trial in recorded(made)].count(outcome) == 2
-    assert f"{outcome}: made up" in caplog.text
+    assert outcomes(made).count(HUNG) == 2
+    assert "hung: made up" in caplog.text
 
 
-@pytest.mark.parametrize(("outcome", "error"), [(NO_MEMORY, NothingFitsError), (FAILED, TuningFailedError)])
-@pytest.mark.parametrize("aim", [(), ACCURACY])
-def test_a_tuning_without_any_result_says_why(job, run, outcome, error, aim):
-    with pytest.raises(error, match="made up"):
-        run(job({RATE: [1e-3]}, *aim), lambda *_: outcome)
-
-
-def test_a_metric_that_the_run_has_not_ends_the_tuning(job, run):
-    with pytest.raises(UserError, match="--metric is eval/teacher/accuracy: made up"):
-        run(job({RATE: [1e-3]}, "--metric", "teacher/accuracy"), lambda *_: NO_SCORE)
+def test_a_tuning_without_any_result_says_why(job, run):
+    """Whether nothing fits, nothing runs, or the metric is none that a run has."""
+    cases = [(NO_MEMORY, (), NothingFitsError, "made up"), (FAILED, ACCURACY, TuningFailedError, "made up")]
+    cases += [(NO_SCORE, ("--metric", "teacher/accuracy"), UserError, "--metric is eval/teacher/accuracy: made up")]
+    for outcome, aim, error, message in cases:
+        with pytest.raises(error, match=message):
+            run(job({RATE: [1e-3]}, *aim), lambda *_, outcome=outcome: outcome)
 
 
 @pytest.mark.parametrize(
     ("space", "more", "message"),
     [
         ({MICRO: ["auto"]}, [], "write whole numbers above 0"),
-        ({"ranks": [0]}, [], "write whole numbers above 0"),
         ({"ranks": [2]}, ["--num_gpus", "2"], "is fixed by the global batch, --num_gpus"),
         ({"dropout": [8]}, [], 'neither the recipe nor the engine file has a field "dropout"'),
         ({"phases.none.dropout": [0.1]}, [], "the list has no"),
         ({RATE: {"low": 1e-5, "high": 1.0}}, [], "only a search with --metric draws from"),
         (None, ["--budget", "20"], "write a number and s, m or h"),
         (None, ["--phase", "none"], "the phases that train are 'finetune', 'prune'"),
-        ("missing.json", [], "missing.json"),
         (None, ["--set", "phases.prune.per_device_train_batch_size=8"], "which a tuning is to find"),
         (None, ["--debug_port", "5678"], "--debug_port is for a run"),
         ({"phases.prune.learning_rat": [1e-3]}, ACCURACY, 'unknown key; did you mean "learning_rate"'),
         ({RATE: [1e-3, "fast"]}, ACCURACY, f'--space {RATE}, "fast": recipe: phases.1.learning_rate'),
-        ({STEPS: {"low": 10, "high": 100}}, ACCURACY, "Input should be a valid integer"),
         ({RATE: {"low": 0, "high": 1, "log": True}}, ACCURACY, "low must be below high"),
         ({STAGE: [7]}, ACCURACY, "zero_optimization.stage is 7"),
         ({"task.held_out": [0.2]}, ACCURACY, "could not be compared"),
@@ -388,37 +344,40 @@ def test_optuna_is_needed_for_a_score_alone(job, monkeypatch):
 RUN = """
 import json, sys, time
 from pathlib import Path
-out = Path(sys.argv[sys.argv.index("--output_dir") + 1])
-for step in range(1, 4):
+out = Path(sys.argv[1])
+rate = json.loads((out / "recipe_of_trial.json").read_text())["phases"][-1]["learning_rate"]
+for step in range(1, 5):
     records = [{"phase": "finetune", "step": step, "eval/accuracy": 0.0}]
-    records += [{"phase": "prune", "step": step, "eval/accuracy": step / 10}]
+    values = {"eval/accuracy": step / 10, "train/examples_per_s": 2.0**step, "memory/resident/rank0": 2**20}
+    records += [{"phase": "prune", "step": step, **values}]
     with (out / "log.jsonl").open("a") as log:
         log.writelines(json.dumps(record) + "\\n" for record in records)
-if "phases.prune.learning_rate=0.5" in sys.argv:
+if rate == 0.5:
     (out / "log.jsonl").open("a").write('{"phase": "prune", "st')
     time.sleep(60)
 last = {"eval": {"accuracy": 0.3}, "size": {"bytes": 2**20}, "latency": {"batch_1": {"median_ms": 5.0}}}
 (out / "all_results.json").write_text(json.dumps({"finetune": {}, "prune": last}))
 (out / "checkpoint-3").mkdir()
 (out / "status.json").write_text('{"state": "finished"}')
-print(sys.argv)
 """
 
 
 @pytest.fixture
 def follow(monkeypatch, tmp_path, job) -> Callable[..., tuple[Trial, Path]]:
-    """Run a trial for a score with a script, in place of training, that writes what a run writes."""
+    """Run a trial with a script, in place of training, that writes what a run writes."""
     (tmp_path / "run.py").write_text(RUN)
+    command = trials._command
 
-    def started(job, settings, words, log) -> list[subprocess.Popen[bytes]]:
-        command = [sys.executable, str(tmp_path / "run.py"), *words]
-        return [subprocess.Popen(command, stdout=log.open("wb"), start_new_session=True)]
+    def script(job, settings, recipe, engine, folder) -> list[str]:
+        command(job, settings, recipe, engine, folder)
+        return [sys.executable, str(tmp_path / "run.py"), str(folder)]
 
-    def trial(rate: float, cannot_win=lambda *_: False, more=(), metric="accuracy") -> tuple[Trial, Path]:
-        made = job({RATE: [0.5]}, "--metric", metric, *more)
-        return trials.run_score_trial(made, {"ranks": 1, RATE: rate}, "one", cannot_win), made.output / "trials/one"
+    def trial(rate: float, aim=ACCURACY, cannot_win=lambda *_: False, more=()) -> tuple[Trial, Path]:
+        made = job({RATE: [0.5]}, *aim, *more)
+        folder = made.output / "trials/one"
+        return trials.run_trial(made, {"ranks": 1, RATE: rate}, folder, cannot_win), folder
 
-    monkeypatch.setattr(trials, "_started", started)
+    monkeypatch.setattr(trials, "_command", script)
     return trial
 
 
@@ -426,18 +385,33 @@ def test_a_finished_run_gives_its_score_and_costs(follow):
     """Of the last phase, scored on held-out examples; its checkpoints are deleted."""
     trial, folder = follow(0.1)
     assert (trial.outcome, trial.value) == (MEASURED, 0.3)
-    assert trial.details == {"costs": {"MiB": 1.0, "ms (batch 1)": 5.0}, "curve": [(1, 0.1), (2, 0.2), (3, 0.3)]}
+    assert trial.details["costs"] == {"MiB": 1.0, "ms (batch 1)": 5.0}
+    assert trial.details["curve"] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
     assert not (folder / "checkpoint-3").exists()
-    assert "task.score_held_out=true" in (folder / "output.log").read_text()
-    trial, _ = follow(0.1, metric="teacher/agreement")
+    assert json.loads((folder / "recipe_of_trial.json").read_text())["task"]["score_held_out"]
+    trial, _ = follow(0.1, aim=("--metric", "teacher/agreement"))
     assert (trial.outcome, trial.reason) == (NO_SCORE, "the run has the scores accuracy")
 
 
 def test_a_run_is_ended_where_its_evaluations_say_so_or_it_is_silent(follow):
     """A second run in the folder does not see the first one's."""
-    trial, _ = follow(0.5, lambda step, score: step == 2)
+    trial, _ = follow(0.5, cannot_win=lambda step, score: step == 2)
     assert (trial.outcome, trial.value) == (ENDED_EARLY, None)
     assert trial.lasted < 30
     trial, _ = follow(0.5, more=("--trial_timeout", "1s"))
     assert (trial.outcome, trial.reason) == (HUNG, "it printed and logged nothing for 1 s")
     assert replace(follow(0.1)[0], lasted=0).outcome == MEASURED
+
+
+def test_a_trial_for_speed_is_the_first_steps_of_one_phase(follow, tmp_path):
+    """It ends at the fourth record, of which the first does not count, and starts from models that were made before."""
+    teacher = {"teacher": "@finetune", "alpha_distil": 1.0}
+    more = ("--set", f"phases.prune.techniques.distill={json.dumps(teacher)}", "--set", "phases.prune.cut.keep=0.5")
+    trial, folder = follow(0.5, aim=("--trial_steps", "12"), more=more)
+    assert (trial.outcome, trial.details) == (MEASURED, {"costs": {"MiB of a rank": 1.0}})
+    assert trial.value == pytest.approx(3 / (1 / 4 + 1 / 8 + 1 / 16))
+    (phase,) = json.loads((folder / "recipe_of_trial.json").read_text())["phases"]
+    start = tmp_path / "out/trials/start"
+    assert (phase["start_from"], phase["logging_steps"]) == (str(start / "model"), 3)
+    assert phase["techniques"]["distill"]["teacher"] == str(start / "finetune/model")
+    assert "cut" not in phase
