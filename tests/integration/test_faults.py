@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.killing import (
-    STEPS,
+    ENDLESS,
     alike,
     finish,
     kill_often,
@@ -33,7 +33,6 @@ from ds_trainer.engine.checkpoint import Checkpoints, step_of
 from ds_trainer.files.checkpoint_files import MARKER, Writes, checked_sums
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-ENDLESS = ("--set", "phases.prune.max_steps=5000")
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def output(tmp_path, whole) -> Path:
 def test_killed_at_any_moment_it_goes_on_from_the_last_save(server, words, whole, tmp_path):
     """SIGKILL to all ranks at random moments, and while saving: each time the next run works and resumes at the newest
     checkpoint, and what comes out is what comes out of a run that nobody killed, bit by bit."""
-    rng, kills, number, enough = random.Random(5), [], 0, 7 if exhaustive() else 3
+    rng, kills, number, enough = random.Random(5), [], 0, 7 if exhaustive() else 2
     while len(kills) < enough or not any(kill.saving for kill in kills):
         number += 1
         assert number < 20, kills
@@ -142,8 +141,7 @@ def test_a_loss_that_is_not_finite_is_told_without_a_record(server, words, outpu
     assert run.text.count("took step ") == 2 * last
 
 
-@pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(("lost", "raises"), [(0, False), (0, True), (1, True)])
 def test_a_lost_rank_is_named_by_the_other(server, words, output, lost, raises):
     """The other ends with 4 and names the rank, whether it was killed or raised; so does the status file.
 
@@ -157,19 +155,14 @@ def test_a_lost_rank_is_named_by_the_other(server, words, output, lost, raises):
     codes = run.codes()
     assert (codes[lost], codes[1 - lost]) == (1 if raises else -signal.SIGKILL, 4)
     assert ("Traceback" in run.text) == raises
-    told = f"error: rank {lost} (host "
-    if not raises:
-        assert told in run.text
-        assert f"process {run.pids[lost]}) is gone: it was killed" in run.text
-        assert "--resume goes on from it" in run.text
-    elif lost == 1:
-        assert told in run.text
-        assert "failed: KeyError: 'of the test'" in run.text
-    else:
-        assert told not in run.text
+    named = f"error: rank {lost} (host " in run.text
+    assert named == (not raises or lost == 1)
+    said = "failed: KeyError: 'of the test'" if raises else f"process {run.pids[lost]}) is gone: it was killed"
+    assert (said in run.text) == named
     assert "\nfailed: " in run.text
-    assert status_of(output)["state"] == "failed"
-    assert status_of(output)["exit_code"] == (1 if raises and lost == 0 else 4)
+    assert "--resume goes on from it" in run.text
+    code = 1 if raises and lost == 0 else 4
+    assert (status_of(output)["state"], status_of(output)["exit_code"]) == ("failed", code)
 
 
 ASKS_FOR_TOO_MUCH = {
@@ -193,53 +186,49 @@ TextTask.answers = lambda *_: torch.empty(10**15)
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes"
 
 
-@pytest.mark.parametrize(("where", "ranks"), [("training", [1]), ("training", [0, 1]), ("an evaluation", [0])])
-def test_out_of_memory_is_one_message_of_one_rank(server, words, whole, output, where, ranks):
-    """The allocator's own error on one rank, or on both at once: all end with 6, and the only message says which rank,
-    where, and what to change; status.json has it; and --resume ends as if nothing had happened."""
-    run = server.run(2, output, *words, "--resume", sabotage=dict.fromkeys(ranks, ASKS_FOR_TOO_MUCH[where]))
+SOON = "\nfrom ds_trainer.ranks import watching; watching._HUNG = 1.0"
+"""A rank that the others have given up ends itself sooner."""
+HANGS = RAISES.format(what="import time; time.sleep(10_000)") + SOON
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks", "others"), [("training", [0, 1], ""), ("training", [0], HANGS), ("an evaluation", [1], "")]
+)
+def test_out_of_memory_is_one_message_of_one_rank(server, words, output, where, ranks, others):
+    """The allocator's own error on both ranks at once, or on one: all end with 6, and the only message says which rank,
+    where, and what to change; status.json has it.
+
+    A rank that waits for one without memory ends without a word, also where no error wakes it, as with NCCL.
+    """
+    sabotage = {rank: ASKS_FOR_TOO_MUCH[where] if rank in ranks else others for rank in (0, 1)}
+    run = server.run(2, output, *words, "--resume", sabotage=sabotage)
     assert run.codes() == [6, 6], run.text[-3000:]
     assert "Traceback" not in run.text
-    (told,) = [line for line in run.text.splitlines() if line.startswith("error:") or "ran out of memory" in line]
+    assert "hangs" not in run.text
+    (message,) = [line for line in run.text.splitlines() if line.startswith("error:") or "ran out of memory" in line]
     who = rf"error: rank [{min(ranks)}-{max(ranks)}] \(host .+, process \d+\)"
-    assert re.match(rf"{who} ran out of memory in {where}: ", told)
-    assert OUT_OF_MEMORY in told
+    assert re.match(rf"{who} ran out of memory in {where}: ", message)
+    assert OUT_OF_MEMORY in message
     step, size = (4, "train_batch_size") if where == "training" else (10, "eval_batch_size (now 8)")
-    assert f"That was after step {step} of phase prune. Lower per_device_{size}" in told
-    assert ", or raise zero_optimization.stage (now 2), or lower" in told
+    assert f"That was after step {step} of phase prune. Lower per_device_{size}" in message
+    assert ", or raise zero_optimization.stage (now 2), or lower" in message
     assert re.search(r"\nfailed: .*checkpoint-\d+ is saved; --resume goes on from it, in phase prune\n", run.text)
     status = status_of(output)
     assert (status["state"], status["exit_code"], OUT_OF_MEMORY in status["message"]) == ("failed", 6, True)
-    if ranks == [1]:
-        finish(server, output, words)
-        assert alike(output, whole)
-
-
-SOON = "\nfrom ds_trainer.ranks import watching; watching._HUNG = 1.0"
-"""A rank that the others have given up ends itself sooner."""
-
-
-def test_a_rank_that_waits_for_one_without_memory_ends_without_a_word(server, words, output):
-    """Also where no error wakes it, as with NCCL, whose collectives are waited for on the device."""
-    hangs = RAISES.format(what="import time; time.sleep(10_000)")
-    run = server.run(2, output, *words, "--resume", sabotage={0: ASKS_FOR_TOO_MUCH["training"], 1: hangs + SOON})
-    assert run.codes() == [6, 6], run.text[-3000:]
-    assert (run.text.count("ran out of memory"), run.text.count("hangs")) == (1, 0)
 
 
 def test_a_rank_that_hangs_is_found_out(server, words, output):
     """After --timeout seconds the waiting rank names the hanging one and where it is; that one ends too, by itself."""
-    hangs = RAISES.format(what="import time; time.sleep(10_000)")
-    run = server.run(2, output, *words, "--resume", "--timeout", "4", sabotage={1: hangs + SOON})
-    run.wait_until(lambda: "hangs, in " in run.text)
-    assert "error: rank 1 (host " in run.text
-    assert "failing (<string>, line " in run.text
+    run = server.run(2, output, *words, "--resume", "--timeout", "3", sabotage={1: HANGS})
     assert run.codes() == [4, 4]
+    assert "error: rank 1 (host " in run.text
+    assert "hangs, in " in run.text
+    assert "failing (<string>, line " in run.text
 
 
 def test_a_rank_that_stands_still_is_found_out(server, words, output):
     """Stopped by the system, it says nothing and is named all the same; continued, it finds nobody and ends."""
-    run = server.run(2, output, *words, "--resume", "--timeout", "4", *ENDLESS)
+    run = server.run(2, output, *words, "--resume", "--timeout", "3", *ENDLESS)
     run.wait_until(lambda: trained(output) >= 2)
     os.kill(run.pids[1], signal.SIGSTOP)
     run.wait_until(lambda: "does not answer: it is stopped" in run.text)
@@ -250,7 +239,7 @@ def test_a_rank_that_stands_still_is_found_out(server, words, output):
 def test_ranks_that_do_not_come_are_told(server, words, output):
     """One of two ranks alone waits for --timeout seconds, and says for whom."""
     missing = "import os; os.environ.update(RANK='0', WORLD_SIZE='2')"
-    run = server.run(1, output, *words, "--resume", "--timeout", "3", sabotage={0: missing})
+    run = server.run(1, output, *words, "--resume", "--timeout", "1", sabotage={0: missing})
     assert run.codes() == [4]
     assert "the 2 ranks have not met at 127.0.0.1:" in run.text
 
@@ -330,24 +319,27 @@ def test_two_runs_do_not_share_a_folder(server, words, output):
     assert second.codes() == [5, 5], second.text[-3000:]
 
 
-CHAIN = {(2, "zero2"): 8, (1, "zero3"): 16, (2, "zero3"): 24, (2, "zero0"): STEPS}
+CHAIN = {(2, "zero2"): 4, (1, "zero3"): 8, (2, "zero3"): 12, (2, "zero0"): 16}
 """Ranks and ZeRO stage, and the step at which they are stopped."""
 
 
 def test_other_ranks_and_another_stage_go_on_with_the_same_examples(server, words, tmp_path):
     """2 ranks, 1, 2, 2, and ZeRO 2, 3, 3, 0 in one run: its losses are those of 2 ranks under ZeRO 2 to 1e-5."""
-    calm = ("--set", "model.config.hidden_dropout_prob=0", "--set", "model.config.attention_probs_dropout_prob=0")
+    *_, end = CHAIN.values()
+    calm = (f"phases.prune.max_steps={end}", "phases.prune.save_steps=0", "phases.prune.eval_steps=null")
+    calm += tuple(f"model.config.{name}_dropout_prob=0" for name in ("hidden", "attention_probs"))
+    words = [*words, *(word for setting in calm for word in ("--set", setting))]
     folder, straight = tmp_path / "chain", tmp_path / "straight"
-    finish(server, straight, [*words, *calm])
+    finish(server, straight, words)
     for (ranks, stage), until in CHAIN.items():
-        run = server.run(ranks, folder, *words, *calm, "--resume", engine=f"ds_configs/{stage}.json")
-        if until < STEPS:
+        run = server.run(ranks, folder, *words, "--resume", engine=f"ds_configs/{stage}.json")
+        if until < end:
             run.wait_until(lambda wanted=until: trained(folder) >= wanted)
             os.kill(run.pids[-1], signal.SIGUSR1)
-        assert run.codes() == [0 if until == STEPS else 5] * ranks, run.text[-3000:]
-        assert ("it is converted" in run.text) == (until > 8)
+        assert run.codes() == [0 if until == end else 5] * ranks, run.text[-3000:]
+        assert ("it is converted" in run.text) == (stage != "zero2")
     losses = [
-        {r["step"]: r["train/loss"] for r in map(json.loads, (out / "log.jsonl").open()) if "train/loss" in r}
+        {r["step"]: r["train/loss"] for r in records_of(out / "log.jsonl") if "train/loss" in r}
         for out in (folder, straight)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -356,7 +348,7 @@ def test_other_ranks_and_another_stage_go_on_with_the_same_examples(server, word
 def test_patience_ends_a_phase_where_it_ends_a_run_that_is_stopped_on_the_way(server, words, tmp_path):
     """At a rate of 0 no evaluation is better than the first: the third after it ends the phase, which log and results
     say, and the report's totals are those of all steps until then. The best checkpoint is exported."""
-    asked = {"max_steps": 300, "eval_steps": 20, "save_steps": 20, "logging_steps": 7, "learning_rate": 0.0}
+    asked = {"max_steps": 300, "eval_steps": 5, "save_steps": 5, "logging_steps": 3, "learning_rate": 0.0}
     asked |= {"metric_for_best_model": "accuracy", "early_stopping_patience": 3, "load_best_model_at_end": True}
     sets = [word for name, value in asked.items() for word in ("--set", f"phases.0.{name}={json.dumps(value)}")]
     recipe = json.loads(Path(words[1]).read_text())
@@ -364,9 +356,9 @@ def test_patience_ends_a_phase_where_it_ends_a_run_that_is_stopped_on_the_way(se
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run = server.run(2, whole, "--recipe", str(file), *sets)
     assert run.codes() == [0, 0], run.text[-3000:]
-    assert "prune: ends early at step 80 of 300: accuracy was best 3 evaluations before" in run.text
+    assert "prune: ends early at step 20 of 300: accuracy was best 3 evaluations before" in run.text
     run = server.run(2, stopped, "--recipe", str(file), *sets, "--resume")
-    run.wait_until(lambda: trained(stopped) >= 28)
+    run.wait_until(lambda: trained(stopped) >= 7)
     os.kill(run.pids[0], signal.SIGTERM)
     assert run.codes() == [5, 5], run.text[-3000:]
     run = server.run(2, stopped, "--recipe", str(file), *sets, "--resume")
@@ -374,31 +366,30 @@ def test_patience_ends_a_phase_where_it_ends_a_run_that_is_stopped_on_the_way(se
     records = [[without_rates(record) for record in records_of(folder / "log.jsonl")] for folder in (whole, stopped)]
     assert records[0] == records[1]
     (end,) = [record["step"] for record in records[0] if "train/stopped_early" in record]
-    assert end == 80
+    assert end == 20
     for results in (json.loads((folder / "all_results.json").read_text())["prune"] for folder in (whole, stopped)):
-        assert (results["train"]["steps"], results["train"]["stopped_early_at"]) == (20, 80)
-        assert results["train"]["epochs"] == pytest.approx(80 * 16 / 240)
+        assert (results["train"]["steps"], results["train"]["stopped_early_at"]) == (5, 20)
+        assert results["train"]["epochs"] == pytest.approx(20 * 16 / 240)
 
 
 def test_another_batch_size_takes_up_the_examples_where_they_were_left(server, words, output):
-    """Two epochs of 240 examples in batches of 16, then of 8, resumed twice: the steps are those that are left."""
-    epochs = ("--set", "phases.prune.max_steps=null", "--set", "phases.prune.num_train_epochs=2")
-    smaller = ("--set", "phases.prune.train_batch_size=8", "--set", "phases.prune.weight_decay=0.05")
-    stops = []
-    for more, until in ((epochs, 5), ((*epochs, *smaller), 12)):
-        run = server.run(2, output, *words, *more, "--resume")
-        run.wait_until(lambda step=until: trained(output) >= step)
-        os.kill(run.pids[0], signal.SIGTERM)
-        assert run.codes() == [5, 5], run.text[-3000:]
+    """Two epochs of 80 examples in batches of 16, then of 8, resumed twice: the steps are those that are left."""
+    epochs = ("phases.prune.max_steps=null", "phases.prune.num_train_epochs=2", "task.max_train_samples=80")
+    smaller = ("phases.prune.train_batch_size=8", "phases.prune.weight_decay=0.05")
+    stops, texts = [], []
+    for settings, until in ((epochs, 2), ((*epochs, *smaller), 5), ((*epochs, *smaller), None)):
+        run = server.run(2, output, *words, *(word for each in settings for word in ("--set", each)), "--resume")
+        if until:
+            run.wait_until(lambda step=until: trained(output) >= step)
+            os.kill(run.pids[0], signal.SIGTERM)
+        assert run.codes() == [5 if until else 0] * 2, run.text[-3000:]
         stops.append(step_of(Checkpoints(output).all()[-1]))
-    last = server.run(2, output, *words, *epochs, *smaller, "--resume")
-    assert last.codes() == [0, 0], last.text[-3000:]
+        texts.append(run.text)
     steps = json.loads((output / "all_results.json").read_text())["prune"]["train"]["steps"]
-    assert steps == stops[0] + (480 - 16 * stops[0]) // 8
-    assert "train_batch_size was 16 up to step" in run.text
+    assert steps == stops[0] + (160 - 16 * stops[0]) // 8
+    assert "train_batch_size was 16 up to step" in texts[1]
     changed = "prune: this run's files differ from the checkpoint, and win: weight_decay 0.0 -> 0.05 (weights)\n"
-    assert changed in run.text
-    assert changed not in last.text
+    assert [changed in text for text in texts] == [False, True, False]
 
 
 def test_a_checkpoint_of_another_phase_is_not_gone_on_from(server, words, whole, tmp_path):

@@ -19,6 +19,7 @@ from ds_trainer.engine.checkpoint import Checkpoints, step_of
 PHASE = "prune"
 EVERY, STEPS = 4, 28
 """After how many steps the runs of `conftest.py` save, and how many they make."""
+ENDLESS = ("--set", f"phases.{PHASE}.max_steps=5000")
 
 
 @dataclass(frozen=True)
