@@ -373,11 +373,11 @@ def test_patience_ends_a_phase_where_it_ends_a_run_that_is_stopped_on_the_way(se
 
 
 def test_another_batch_size_takes_up_the_examples_where_they_were_left(server, words, output):
-    """Two epochs of 80 examples in batches of 16, then of 8, resumed twice: the steps are those that are left."""
-    epochs = ("phases.prune.max_steps=null", "phases.prune.num_train_epochs=2", "task.max_train_samples=80")
-    smaller = ("phases.prune.train_batch_size=8", "phases.prune.weight_decay=0.05")
+    """An epoch of 240 examples in batches of 16, then of 48, resumed twice: the steps are those that are left."""
+    epoch = ("phases.prune.max_steps=null", "phases.prune.num_train_epochs=1")
+    larger = ("phases.prune.train_batch_size=48", "phases.prune.weight_decay=0.05")
     stops, texts = [], []
-    for settings, until in ((epochs, 2), ((*epochs, *smaller), 5), ((*epochs, *smaller), None)):
+    for settings, until in ((epoch, 2), ((*epoch, *larger), 4), ((*epoch, *larger), None)):
         run = server.run(2, output, *words, *(word for each in settings for word in ("--set", each)), "--resume")
         if until:
             run.wait_until(lambda step=until: trained(output) >= step)
@@ -386,7 +386,7 @@ def test_another_batch_size_takes_up_the_examples_where_they_were_left(server, w
         stops.append(step_of(Checkpoints(output).all()[-1]))
         texts.append(run.text)
     steps = json.loads((output / "all_results.json").read_text())["prune"]["train"]["steps"]
-    assert steps == stops[0] + (160 - 16 * stops[0]) // 8
+    assert steps == stops[0] + (240 - 16 * stops[0]) // 48
     assert "train_batch_size was 16 up to step" in texts[1]
     changed = "prune: this run's files differ from the checkpoint, and win: weight_decay 0.0 -> 0.05 (weights)\n"
     assert [changed in text for text in texts] == [False, True, False]
