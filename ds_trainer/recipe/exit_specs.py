@@ -7,23 +7,20 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.fields import Positive, Rate, Share, Strict, only
 
 EXITS_FILE = "exits.json"
 DEFAULT_PATIENCE = 2
-MOST_CONFIDENCE = 1 + 1e-6
-"""A threshold of confidence may be just above 1: calibration writes such a number where no sample may leave."""
 Criterion = Literal["entropy", "confidence", "patience"]
 Pooling = Literal["first", "mean"]
 
 
-def _check_ascending(layers: list[int]) -> list[int]:
-    if sorted(set(layers)) != layers:
-        raise UserError(f"layers are {layers}: write each once, from first to last")
-    return layers
+def _are_layers(value: Any) -> bool:
+    whole = isinstance(value, list) and bool(value) and all(type(number) is int and number > 0 for number in value)
+    return whole and sorted(set(value)) == value
 
 
 def _threshold(most: float, allowed: str) -> BeforeValidator:
@@ -34,11 +31,11 @@ def _threshold(most: float, allowed: str) -> BeforeValidator:
     return only(fits, f"write {allowed}, or a list of one per head")
 
 
-LayerNumbers = Annotated[list[Positive], Field(min_length=1), AfterValidator(_check_ascending)]
+LayerNumbers = Annotated[list[int], only(_are_layers, "write numbers from 1 on, each once, from first to last")]
 """Ascending numbers of layers; 1 is the first layer."""
 Threshold = Annotated[float | list[float], _threshold(sys.float_info.max, "a number of 0 or more")]
 """One threshold for every head, or a list with one per head."""
-ConfidenceThreshold = Annotated[float | list[float], _threshold(MOST_CONFIDENCE, "a number from 0 to 1")]
+ConfidenceThreshold = Annotated[float | list[float], _threshold(1, "a number from 0 to 1")]
 
 _CRITERIA: dict[str, Criterion] = {
     "early_exit_entropy": "entropy",
@@ -55,7 +52,7 @@ class ExitsSpec(Strict):
 
     greater_is_better: ClassVar[Mapping[str, bool]] = {"mean_layers": False, "expected_saving": False}
     """Of what an evaluation adds to the scores, as `early_exit/mean_layers`."""
-    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
+    removed: ClassVar = {
         "terms": (["heads"], "the heads learn from the labels alone, and not from the model's own head: drop it"),
         "temperature": (2.0, "it was that of the term exits.distill, which is gone: drop it"),
         "head_weights": (None, "the heads weigh 1 each, and in joint training the number of their layer: drop it"),
@@ -104,7 +101,7 @@ class ExitPolicy(Strict):
     scores agree.
     """
 
-    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {"sequence_uncertainty": _REMOVED_UNCERTAINTY}
+    removed: ClassVar = {"sequence_uncertainty": _REMOVED_UNCERTAINTY}
     criterion: Criterion
     thresholds: list[Rate] = Field(default_factory=list)
     patience: Positive | None = None

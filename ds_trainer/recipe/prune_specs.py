@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from ds_trainer.files.messages import listed, shown
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.recipe.fields import Positive, Rate, Strict, Units
+from ds_trainer.recipe.fields import Positive, Rate, Strict, Units, only
 from ds_trainer.recipe.schedules import Shape
 
 Granularity = Literal["weight", "block", "row", "column", "head", "neuron"]
@@ -30,24 +30,20 @@ _DEFAULTS: dict[str, dict[str, float]] = {
 }
 
 
-def _known(value: Any) -> Any:
-    """Raise one message for an unknown granularity: pydantic would raise one for each member of the union."""
-    values = list(value.values()) if isinstance(value, dict) else [value]
-    if "2:4" in values:
-        raise UserError('granularity 2:4 was removed in 0.3: write a cut with "granularity": "2:4", and keep_zeros')
-    unknown = [
-        one for one in values if one not in get_args(Granularity) and (one != "hybrid" or isinstance(value, dict))
-    ]
-    if unknown or not values:
-        raise UserError(
-            f"{listed(unknown) or 'no granularity'}: known are {', '.join(get_args(Granularity))}; or hybrid; or an "
-            "object from attention, feed_forward or name patterns of linear layers to one of these"
-        )
-    return value
+def _is_granularity(value: Any) -> bool:
+    known = get_args(Granularity)
+    if isinstance(value, dict):
+        return bool(value) and all(one in known for one in value.values())
+    return value in (*known, "hybrid")
 
 
+_GRANULARITY = only(
+    _is_granularity,
+    f"known are {', '.join(get_args(Granularity))}; or hybrid; or an object from attention, feed_forward or name "
+    "patterns of linear layers to one of these; 2:4 is a granularity of cuts, whose zeros keep_zeros keeps",
+)
 Method = Literal["topK", "threshold", "sigmoied_threshold", "magnitude", "l0"]
-AnyGranularity = Annotated[Granularity | Literal["hybrid"] | dict[str, Granularity], BeforeValidator(_known)]
+AnyGranularity = Annotated[Granularity | Literal["hybrid"] | dict[str, Granularity], _GRANULARITY]
 
 
 class PruneSpec(Strict):

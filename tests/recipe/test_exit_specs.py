@@ -178,11 +178,10 @@ def test_what_one_phase_holds_out_no_other_may_train_on():
 
 
 def test_the_exits_of_a_folder_read_back_as_they_were_written(write_json, tmp_path):
-    """Also with the number just above 1 that calibration writes for a confidence that nobody has; a key that exits.json
+    """Also with the number just above 1 that 0.2 wrote for a confidence that nobody has; a key that exits.json
     does not know and a share that is none are mistakes."""
     limit = float(np.nextafter(np.float32(1), np.float32(2)))
     policy = ExitPolicy(criterion="confidence", thresholds=[limit, 0.5])
-    assert ExitsSpec(early_exit_confidence=limit).early_exit_confidence == limit
     saved = SavedExits(layers=[2, 5], pooling="mean", policy=policy, held_out=0.1, calibration={"speedup": 2.0})
     assert saved_exits(tmp_path) is None
     write_json("exits.json", saved.model_dump_json())

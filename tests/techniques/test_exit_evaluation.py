@@ -18,7 +18,7 @@ from support.exit_folders import CLASSES, ENTROPY, WORDS, exiting, make_folder, 
 from support.launching import exhaustive
 from torch import Tensor
 
-from ds_trainer.recipe.exit_specs import MOST_CONFIDENCE, Criterion, ExitPolicy, ExitsSpec
+from ds_trainer.recipe.exit_specs import Criterion, ExitPolicy, ExitsSpec
 from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Batch, Task
@@ -77,7 +77,7 @@ def score(logits: Tensor) -> dict[str, float]:
 
 def exits(criterion: Criterion, threshold: float, heads: AllHeads) -> list[int]:
     """Where each row leaves by a threshold."""
-    limits = [min(threshold, MOST_CONFIDENCE) if criterion == "confidence" else threshold] * (len(heads.layers) - 1)
+    limits = [threshold] * (len(heads.layers) - 1)
     if criterion == "patience" and not heads.regression:
         policy = ExitPolicy(criterion=criterion, patience=int(threshold))
     else:

@@ -60,7 +60,7 @@ def doubt(criterion: Criterion, logits: Tensor, before: Tensor | None, counted: 
     if criterion == "entropy":
         values = torch.special.entr(torch.softmax(logits.double(), -1)).sum(-1)
     elif criterion == "confidence":
-        values = -torch.softmax(logits.double(), -1).amax(-1)
+        values = -torch.softmax(logits.double(), -1).amax(-1).clamp(max=1.0)  # which rounding may exceed
     elif before is None:
         values = logits.new_full(logits.shape[:-1], math.inf, dtype=torch.float64)
     elif logits.shape[-1] == 1:
