@@ -29,6 +29,7 @@ from ds_trainer.models.layers import (
 )
 from ds_trainer.ranks.machine import seconds
 
+_OF_POSITIONS = ("pos_key_proj", "pos_query_proj", "pos_proj", "pos_q_proj")
 _ROUNDS = 15
 _LEAST = 0.01
 """All decisions of a block are taken to cost at least this share of a layer's time: measurements are noisy."""
@@ -53,8 +54,7 @@ def layer_flops(layer: nn.Module, tokens: int) -> int:
     """Count the operations of one layer for one example of this many tokens."""
     linears = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     # DeBERTa's projections of relative positions do not run over tokens
-    positions = ("pos_key_proj", "pos_query_proj")
-    weights = sum(linear.weight.numel() for name, linear in linears.items() if not name.endswith(positions))
+    weights = sum(linear.weight.numel() for name, linear in linears.items() if not name.endswith(_OF_POSITIONS))
     products = sum(_attention_flops(block, layer, tokens) for block in blocks_of(layer))
     disentangled = [module for module in layer.modules() if hasattr(module, "pos_att_type")]
     return 2 * tokens * weights + products + sum(_disentangled_flops(module, tokens) for module in disentangled)
@@ -73,13 +73,15 @@ def _disentangled_flops(core: Any, tokens: int) -> int:
     products = 4 * tokens**2 * width
     if not core.relative_attention:
         return products
-    names = {"c2p": "key_proj", "p2c": "query_proj"}
+    if hasattr(core, "in_proj"):  # the first DeBERTa, whose positions reach as far as the text
+        names, reach, shared = {"c2p": "pos_proj", "p2c": "pos_q_proj"}, min(tokens, core.max_relative_positions), False
+    else:
+        names, reach, shared = {"c2p": "pos_key_proj", "p2c": "pos_query_proj"}, core.pos_ebd_size, core.share_att_key
     used = [name for kind, name in names.items() if kind in core.pos_att_type]
     # with shared projections the library computes both, whether used or not
-    projections = [*names.values()] if core.share_att_key else [f"pos_{name}" for name in used]
+    projections = ("key_proj", "query_proj") if shared else used
     weights = sum(core.get_submodule(name).weight.numel() for name in projections)
-    positions = 2 * core.pos_ebd_size
-    return products + 2 * positions * (tokens * width * len(used) + weights)
+    return products + 4 * reach * (tokens * width * len(used) + weights)
 
 
 @dataclass(frozen=True)
