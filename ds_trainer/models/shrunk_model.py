@@ -258,8 +258,6 @@ class EmptiedAttention(Emptied):
         self.layer_index = layer_index
 
     def forward(self, hidden_states: Tensor, *_: Any, past_key_values: Any = None, **__: Any) -> tuple[Tensor, None]:
-        # GPT-2 with cross attention has two caches in one
-        past_key_values = getattr(past_key_values, "self_attention_cache", past_key_values)
         if past_key_values is not None:
             # one number per token: a cache that holds nothing reports no tokens
             seen = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
@@ -273,7 +271,6 @@ def shrunk_class(base: type[Any]) -> type[Any]:
 
     It has the name of `base`, by which transformers chooses losses and checks pipelines.
     """
-    code = Path(__file__).name
 
     def initialise(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
         base.__init__(self, config, *arguments, **options)
@@ -289,27 +286,16 @@ def shrunk_class(base: type[Any]) -> type[Any]:
     def save_pretrained(
         self: Any, save_directory: Any, is_main_process: bool = True, *arguments: Any, **options: Any
     ) -> None:
+        if options.get("push_to_hub"):
+            raise ValueError("push_to_hub: transformers would upload before the config is whole: call push_to_hub()")
         self.config.auto_map = auto_map(self.config)
         if is_main_process:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(__file__, Path(save_directory) / code)
+            shutil.copyfile(__file__, Path(save_directory) / Path(__file__).name)
         base.save_pretrained(self, save_directory, is_main_process, *arguments, **options)
-        if is_main_process:
-            write_config(self, save_directory)
-
-    def write_config(self: Any, directory: Any) -> None:
-        """Write the config once more: transformers has put the name of the whole class into it."""
-        self.config.architectures = [f"{PREFIX}{base.__name__}"]
-        self.config.save_pretrained(directory)
-
-    def upload(self: Any, working_dir: Any, *arguments: Any, **options: Any) -> Any:
-        """Push files to the hub, which transformers does before `save_pretrained` of this class goes on."""
-        write_config(self, working_dir)
-        return base._upload_modified_files(self, working_dir, *arguments, **options)
-
-    def files_before(self: Any, working_dir: Any) -> dict[str, float]:
-        """Return the files that a push to the hub leaves out as unchanged, without the copy of this file."""
-        return {name: time for name, time in base._get_files_timestamps(self, working_dir).items() if name != code}
+        if is_main_process:  # transformers has put the name of the whole class into the config
+            self.config.architectures = [f"{PREFIX}{base.__name__}"]
+            self.config.save_pretrained(save_directory)
 
     members = {
         "__init__": initialise,
@@ -319,8 +305,6 @@ def shrunk_class(base: type[Any]) -> type[Any]:
         "resizes": base,
         "initialize_weights": initialize_weights,
         "save_pretrained": save_pretrained,
-        "_get_files_timestamps": files_before,
-        "_upload_modified_files": upload,
         # or transformers would copy the file once more, and write another `auto_map`
         "register_for_auto_class": classmethod(lambda cls, auto_class="AutoModel": None),
     }
