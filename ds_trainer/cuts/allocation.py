@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from ds_trainer.cuts.blocks import CutBlock, OuterCut, with_grams
 from ds_trainer.cuts.calibration import Calibration
 from ds_trainer.cuts.surgeon import Gram, Replacement
-from ds_trainer.models.costs import count_decisions, decision_flops, encoder_flops, layer_seconds
-from ds_trainer.models.layers import whole_class
+from ds_trainer.models.costs import decision_flops, encoder_flops, measured_seconds
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
@@ -61,11 +60,8 @@ class Curve:
 def prices_of(model: Any, places: Mapping[str, CutBlock], spec: CutSpec, device: torch.device) -> Prices:
     """Return what decisions cost in the spec's unit: weights, operations, or seconds measured on rank 0's device."""
     if spec.target_latency is not None:
-        base = getattr(model, "base_model", model)
-        measure = partial(layer_seconds, whole_class(base), base.config, spec.cost_tokens, device)
-        measured = distributed.on_main(measure)
-        each = {name: measured.decision[place.block.kind] for name, place in places.items()}
-        total = measured.encoder(count_decisions(model))
+        by_kind, total = distributed.on_main(partial(measured_seconds, model, spec.cost_tokens, device))
+        each = {name: by_kind[place.block.kind] for name, place in places.items()}
     elif spec.target_flops is not None:
         each = {
             name: decision_flops(place.block, place.layer, model.config, spec.cost_tokens)

@@ -88,14 +88,10 @@ def planned_sizes(model: Any, spec: CutSpec) -> Sizes:
     now, config, wanted = sizes_now(model), model.config, spec.sizes
     has_attention = any(block.kind == "attention" for block in blocks_of(next(iter(layers_of(model).values()))))
     follow = ("width" in wanted or "heads" in wanted) and _heads_follow_width(model)
-    if "heads" in wanted and (follow or not has_attention):
+    if ("heads" in wanted and (follow or not has_attention)) or (follow and not has_attention):
         raise UserError(
-            f"cut: the config of a {config.model_type} cannot say fewer heads in every layer: leave heads out (width "
-            'cuts heads where the config ties the two), or set keep, uniform and granularity "head"'
-        )
-    if follow and not has_attention:
-        raise UserError(
-            f"cut: the width of a {config.model_type} decides about its heads, which no cut knows: leave it out"
+            f"cut: the config of a {config.model_type} cannot say fewer heads of the same width in every layer: leave "
+            "heads out (width cuts them where the config ties the two), and width, too, where no cut knows the heads"
         )
     heads = _size("heads", wanted, now.heads)
     group = config.num_attention_heads // whole_heads(config) * heads
@@ -302,8 +298,6 @@ def remaining_layers(model: Any, count: int, calibration: Calibration, spec: Cut
                 "by their place: keep another number of layers, or cut width or neurons"
             )
         kept.remove(min(progress(choices, "trying the model without some layers", "choice"), key=loss))
-    if not alike and 0 in kept and not can_keep(model, range(1, len(layers))):
-        distributed.info(f"cut: layer 0 of a {type(model).__name__} stays, since the others cannot take its place")
     return kept
 
 

@@ -45,24 +45,18 @@ def cut_weights(model: Any, calibration: Calibration, spec: CutSpec) -> list[Cut
         kept = int(replacement.weight.count_nonzero())
         records.append(CutRecord(name, "weights", replacement.weight.numel(), kept, replacement.error))
     if all(record.kept == record.count for record in records):
-        raise UserError(f"cut: a share of {spec.share} rounds to all weights: lower it")
+        raise UserError(f"cut: a share of {spec.share} rounds to all weights: lower it, or set a smaller block_shape")
     return records
 
 
 def cut_linears(model: Any, spec: CutSpec) -> dict[str, AnyLinear]:
     """Return the linear layers that a spec writes zeros in. UserError where its pattern does not fit one."""
     linears = encoder_linears(model)
-    rows, columns = spec.block_shape
-    for name, (out, inputs) in ((name, (out_features(one), in_features(one))) for name, one in linears.items()):
-        if spec.granularity == "block" and out <= rows and inputs <= columns:
+    for name, linear in linears.items():
+        if spec.granularity == "2:4" and in_features(linear) % 4:
             raise UserError(
-                f"cut: {name} is ({out}, {inputs}), one block of ({rows}, {columns}), which would stay: set "
-                "block_shape to smaller blocks"
-            )
-        if spec.granularity == "2:4" and inputs % 4:
-            raise UserError(
-                f"cut: {name} has {inputs} inputs, which are no multiple of 4, as 2:4 needs: set granularity to weight "
-                "or block"
+                f"cut: {name} has {in_features(linear)} inputs, which are no multiple of 4, as 2:4 needs: set "
+                "granularity to weight or block"
             )
     return linears
 

@@ -52,15 +52,8 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 def write_compact(state: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
     """Write the compact file of a state dict, on the CPU, and return its report.
 
-    The report has:
-
-    - how many `numbers` the weights have
-    - `kept`: how many numbers of the file are not zero
-    - `became_zero`: how many numbers are zero in the file alone, since they are too small for fp16
-    - `max_error` of all weights
-    - `bytes` of the `compact` file, and of the same weights in fp32 (`dense`)
-
-    UserError for weights that are not finite, or beyond 65,504, the largest number of fp16.
+    The report has the `max_error` of all weights, and the `bytes` of the `compact` file and of the same weights in fp32
+    (`dense`). UserError for weights that are not finite, or beyond 65,504, the largest number of fp16.
     """
     tensors: dict[str, Tensor] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -72,11 +65,7 @@ def write_compact(state: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
     save_file(tensors, path, header | {"tensors": json.dumps(entries)})
     read = read_compact(path)
     errors = [(tensor.double() - read[name].double()).abs() for name, tensor in state.items() if tensor.numel()]
-    kept = sum(int(tensor.count_nonzero()) for tensor in read.values())
     return {
-        "numbers": sum(tensor.numel() for tensor in state.values()),
-        "kept": kept,
-        "became_zero": sum(int(tensor.count_nonzero()) for tensor in state.values()) - kept,
         "max_error": max((float(error.max()) for error in errors), default=0.0),
         "bytes": {
             "compact": path.stat().st_size,

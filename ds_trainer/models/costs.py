@@ -7,9 +7,8 @@ operations, embeddings or heads. For a family whose blocks are unknown only the 
 
 import copy
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ds_trainer.models.layers import (
     is_emptied,
     layers_of,
     shrunk_class,
+    whole_class,
 )
 from ds_trainer.ranks.machine import seconds
 
@@ -84,42 +84,20 @@ def _disentangled_flops(core: Any, tokens: int) -> int:
     return products + 4 * reach * (tokens * width * len(used) + weights)
 
 
-@dataclass(frozen=True)
-class LayerSeconds:
-    """The seconds of one whole layer, and of one decision of each kind of block."""
+def measured_seconds(model: Any, tokens: int, device: torch.device) -> tuple[dict[str, float], float]:
+    """Measure what one decision of each kind of block costs, and the whole encoder, in seconds for one example.
 
-    layer: float
-    decision: Mapping[str, float]
-    count: Mapping[str, int]
-    """How many decisions the whole layer had."""
-
-    def encoder(self, counted: Counter[str]) -> float:
-        """Return the seconds of an encoder as `count_decisions` counts it, whose layers differ in their decisions."""
-        rest = self.layer - sum(self.count[kind] * cost for kind, cost in self.decision.items())
-        return counted["layers"] * max(0.0, rest) + sum(counted[kind] * cost for kind, cost in self.decision.items())
-
-
-def count_decisions(model: Any) -> Counter[str]:
-    """Count a model's layers ("layers") and the decisions of each kind of block."""
-    counts = Counter(layers=len(layers_of(model)))
-    for layer in layers_of(model).values():
-        for block in blocks_of(layer):
-            counts[block.kind] += decisions_of(block, layer, model.config)
-    return counts
-
-
-def layer_seconds(base: type[Any], config: Any, tokens: int, device: torch.device) -> LayerSeconds:
-    """Measure a layer of random weights, in fp32, for one example: whole, and with half the decisions of each kind.
-
-    Takes medians of wall seconds. `base` is the class of the model without a head.
+    One layer of random weights runs in fp32, whole and with half the decisions of each kind; medians of wall seconds
+    count. The encoder's layers may differ in their decisions, and cost the same beside them.
     """
-    base = getattr(base, "resizes", base)  # a class that resizes would need sizes of every layer
+    base = getattr(model, "base_model", model)
+    build = partial(_one_layer, whole_class(base), base.config)
     with torch.random.fork_rng(devices=[]):
-        whole = _one_layer(base, config, {})
+        whole = build({})
         layer = next(iter(layers_of(whole).values()))
         count = {block.kind: decisions_of(block, layer, whole.config) for block in blocks_of(layer)}
-        halves = {kind: _one_layer(base, config, count | {kind: most // 2}) for kind, most in count.items()}
-    calls = {name: _layer_call(model.to(device).eval(), tokens) for name, model in {"": whole, **halves}.items()}
+        halves = {kind: build(count | {kind: most // 2}) for kind, most in count.items()}
+    calls = {name: _layer_call(one.to(device).eval(), tokens) for name, one in {"": whole, **halves}.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.inference_mode():
         for _ in range(_ROUNDS + 1):
@@ -130,7 +108,12 @@ def layer_seconds(base: type[Any], config: Any, tokens: int, device: torch.devic
         kind: max((median[""] - median[kind]) / (most - most // 2), _LEAST * median[""] / most)
         for kind, most in count.items()
     }
-    return LayerSeconds(median[""], decision, count)
+    rest = max(0.0, median[""] - sum(count[kind] * cost for kind, cost in decision.items()))
+    total = sum(
+        rest + sum(decision[block.kind] * decisions_of(block, one, model.config) for block in blocks_of(one))
+        for one in layers_of(model).values()
+    )
+    return decision, total
 
 
 def _one_layer(base: Any, config: Any, count: Mapping[str, int]) -> Any:

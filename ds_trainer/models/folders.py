@@ -6,7 +6,6 @@ permits that code. Whether the weights fit the config shows when the model is bu
 """
 
 import contextlib
-import difflib
 import json
 import os
 import shutil
@@ -139,20 +138,6 @@ def is_hub_name(name: str) -> bool:
     return not is_path and not os.path.exists(name) and name.count("/") <= 1
 
 
-def nearest_folder(name: str) -> str:
-    """Say in brackets which folder of this machine is spelled most like a path that is none; "" where none is."""
-    place = Path()
-    for part in Path(name).parts:
-        near = [part]
-        if not os.path.isdir(place / part):
-            with contextlib.suppress(OSError):  # it may not be read
-                near = difflib.get_close_matches(part, [entry.name for entry in os.scandir(place) if entry.is_dir()], 1)
-        if not near or not os.path.isdir(place / near[0]):
-            return ""
-        place /= near[0]
-    return f" (the nearest is {place})"
-
-
 def model_mistakes(name: str, trust: Trust) -> list[str]:
     """List why a model cannot be loaded: a folder, a reference to a phase (`@name`) or a hub name.
 
@@ -190,8 +175,7 @@ def read_config(folder: Path, trust: Trust) -> dict[str, Any]:
     UserError where there is no config, or one that names code which the user has not permitted.
     """
     if not os.path.isdir(folder):
-        fault = "is a file" if os.path.isfile(folder) else f"does not exist{nearest_folder(str(folder))}"
-        raise UserError(f"the model folder {folder} {fault}")
+        raise UserError(f"the model folder {folder} {'is a file' if os.path.isfile(folder) else 'does not exist'}")
     if not os.path.lexists(folder / "config.json"):
         inside = f"; {folder / 'model'} is one" if (folder / "model" / "config.json").is_file() else ""
         raise UserError(f"the model folder {folder} has no config.json: it is not a transformers model{inside}")

@@ -6,7 +6,7 @@ listed in `shrunk_model.py`, since that file is copied into model folders; this 
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -180,18 +180,14 @@ def count_weights(model: nn.Module) -> dict[str, Any]:
     A model whose config has `shrunk` also gets the `sizes` of its layers, and its totals `before` it was cut.
     """
 
-    def counted(weights: Iterable[Tensor]) -> list[dict[str, int]]:
-        return [{"kept": int(weight.count_nonzero()), "total": weight.numel()} for weight in weights]
-
-    def summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-        return {key: sum(count[key] for count in counts) for key in ("kept", "total")}
+    def counted(*weights: Tensor) -> dict[str, int]:
+        return {"kept": sum(int(w.count_nonzero()) for w in weights), "total": sum(w.numel() for w in weights)}
 
     weights = _encoder_weights(model)
-    layers = dict(zip(weights, counted(weights.values()), strict=True))
     counts: dict[str, Any] = {
-        "layers": layers,
-        "encoder": summed([*layers.values()]),
-        "model": summed(counted(model.parameters())),
+        "layers": {name: counted(weight) for name, weight in weights.items()},
+        "encoder": counted(*weights.values()),
+        "model": counted(*model.parameters()),
     }
     if getattr(getattr(model, "config", None), FIELD, None):
         counts |= {"sizes": sizes_of(model), "before": whole_totals(model)}

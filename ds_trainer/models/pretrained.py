@@ -5,7 +5,6 @@ or do not fit the config are never replaced by random ones in silence. By defaul
 pickle is read; `recipe/trust.py` describes how a user permits them.
 """
 
-import functools
 import inspect
 import json
 import tempfile
@@ -18,7 +17,6 @@ import torch
 import transformers
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.utils.hub import cached_file
 
 from ds_trainer.files.reading import folder_hash
 from ds_trainer.models.compact import read_compact
@@ -29,7 +27,6 @@ from ds_trainer.models.folders import (
     has_safetensors,
     is_compact,
     is_hub_name,
-    nearest_folder,
     read_config,
 )
 from ds_trainer.models.layers import FIELD
@@ -83,7 +80,7 @@ TRAINED = (CLASSIFIER, ANSWERER, MASKED_LM, CAUSAL_LM, TOKEN_CLASSIFIER)
 
 def load_tokenizer(source: str | Path) -> Any:
     """Load the tokenizer of a model folder or hub name; UserError says why there is none."""
-    _check_config_file(source)
+    _check_folder(source)
     what = f"{source} has no tokenizer that transformers can load"
     with as_user_error(what):
         trusted = trust_in_force().trust_remote_code
@@ -290,7 +287,7 @@ def positions_of(model: Any) -> int | None:
 
 
 def _load_any_config(source: str | Path) -> Any:
-    _check_config_file(source)
+    _check_folder(source)
     with as_user_error(f"the config of {source} cannot be read"):
         trusted = trust_in_force().trust_remote_code
         config = transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=trusted)
@@ -299,18 +296,10 @@ def _load_any_config(source: str | Path) -> Any:
     return config
 
 
-def _check_config_file(source: str | Path) -> None:
-    """Refuse a folder without a sound config, and a name that neither this machine nor the hub has."""
-    if is_hub_name(str(source)):
-        _check_on_hub(str(source))
-    else:
+def _check_folder(source: str | Path) -> None:
+    """Refuse a folder without a sound config; hub names are looked up by transformers."""
+    if not is_hub_name(str(source)):
         read_config(Path(source), trust_in_force())
-
-
-@functools.cache  # what it raises is not kept
-def _check_on_hub(name: str) -> None:
-    with as_user_error(f"{name} is no folder on this machine{nearest_folder(name)}, and the hub gives no such model"):
-        cached_file(name, "config.json")
 
 
 def _learn_own_class(source: str | Path, config: Any, kind: HeadKind) -> None:

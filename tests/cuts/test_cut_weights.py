@@ -175,7 +175,6 @@ NOT_A_ROW = "does not run one list of layers, one after another"
             {"granularity": "2:4", "keep": 0.5},
             r"0\.output\.dense has 10 inputs",
         ),
-        ("bert", SMALL, {"granularity": "block", "block_shape": [16, 16]}, r"query is \(16, 16\), one block of"),
         ("bert", SMALL, {"granularity": "block", "block_shape": [8, 8], "keep": 0.95}, r"0\.95 rounds to all weights"),
     ],
 )

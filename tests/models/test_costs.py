@@ -7,10 +7,9 @@ import torch
 from support.zeroed import FAMILIES, bare_of, empty, model_of, uneven
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_trainer.models.costs import decision_flops, encoder_flops, layer_seconds
+from ds_trainer.models.costs import decision_flops, encoder_flops, measured_seconds
 from ds_trainer.models.layers import SIZES_OF, blocks_of, decisions_of, layers_of
 from ds_trainer.models.shrink import shrink
-from ds_trainer.models.shrunk_model import shrunk_class
 
 TOKENS = 9
 DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_position_embeddings": 40}
@@ -77,9 +76,9 @@ def test_decisions_share_out_the_layers(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "modernbert"])
 def test_a_layer_is_measured_whole_and_by_its_decisions(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of operations: what runs is one layer, and a decision takes what it computes.
+    """By a clock of operations: a decision takes what it computes, and the encoder what its layers do.
 
-    A config with the sizes of three layers is measured as one whole layer.
+    Of a model with the sizes of three layers a whole layer is measured, too.
     """
 
     def operations(call: Any, device: torch.device) -> float:
@@ -90,12 +89,11 @@ def test_a_layer_is_measured_whole_and_by_its_decisions(family: str, monkeypatch
     monkeypatch.setattr("ds_trainer.models.costs.seconds", operations)
     monkeypatch.setattr("ds_trainer.models.costs._ROUNDS", 1)
     model, cpu = eager(family), torch.device("cpu")
-    measured = layer_seconds(type(model.base_model), model.config, 16, cpu)
+    decision, total = measured_seconds(model, 16, cpu)
     layer = next(iter(layers_of(model).values()))
-    assert measured.count == {block.kind: decisions_of(block, layer, model.config) for block in blocks_of(layer)}
-    assert measured.layer == pytest.approx(encoder_flops(model, 16) / 3, rel=0.02)
+    assert total == pytest.approx(encoder_flops(model, 16), rel=0.02)
     for block in blocks_of(layer):
-        assert measured.decision[block.kind] == pytest.approx(decision_flops(block, layer, model.config, 16))
-    model.config.shrunk = {"heads": [1, 0, 2], "neurons": [24, 12, 0]}
-    assert layer_seconds(shrunk_class(type(model.base_model)), model.config, 16, cpu) == measured
-    assert model.config.shrunk["heads"] == [1, 0, 2]
+        assert decision[block.kind] == pytest.approx(decision_flops(block, layer, model.config, 16))
+    shrunk = shrink(empty(eager(family), uneven(model)))
+    shrunk.set_attn_implementation("eager")
+    assert measured_seconds(shrunk, 16, cpu) == (decision, pytest.approx(encoder_flops(shrunk, 16), rel=0.05))

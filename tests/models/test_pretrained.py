@@ -13,7 +13,6 @@ from support.csv_files import write_csv
 from support.launching import ROOT
 from transformers import BertConfig
 
-from ds_trainer.models import pretrained
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import (
     ANSWERER,
@@ -109,32 +108,9 @@ def test_pre_training_holds_a_masked_language_model_too(folder_of: Any) -> None:
     assert not MASKED_LM.trained_in(electra)
 
 
-def test_a_mistyped_path_is_told_the_nearest_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that reads as a hub name: the hub is asked first, and what it says stands in the message."""
-
-    def not_there(name: str, file: str) -> None:
-        raise OSError(f"{name} is not a valid model identifier\nIf this is a private repository, ...")
-
-    monkeypatch.setattr(pretrained, "cached_file", not_there)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "out" / "finetune" / "model").mkdir(parents=True)
-    words = (
-        r"out/finetun is no folder on this machine \(the nearest is out/finetune\), and the hub gives no such model: "
-    )
-    for load in (load_tokenizer, lambda name: load_config(name, MASKED_LM)):
-        with pytest.raises(UserError, match=f"^{words}out/finetun is not a valid model identifier$"):
-            load("out/finetun")
-    with pytest.raises(UserError, match="nothing/alike is no folder on this machine, and the hub"):
-        load_config("nothing/alike", MASKED_LM)
-    wrong, right = tmp_path / "out" / "finetuned" / "modell", tmp_path / "out" / "finetune" / "model"
-    with pytest.raises(UserError, match=rf"the model folder {wrong} does not exist \(the nearest is {right}\)$"):
-        load_tokenizer(wrong)
-
-
 def test_a_hub_name_stands_for_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name stays where its model changes. Without a version nothing is used again: a folder is asked for."""
     config = BertConfig()
-    monkeypatch.setattr(pretrained, "cached_file", lambda *_: None)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
     config._commit_hash = "1f2e"
     assert identity_of("owner/versioned") == "1f2e"
