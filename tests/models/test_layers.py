@@ -12,7 +12,6 @@ import transformers
 from support.zeroed import FAMILIES, bare_of, inputs_of, model_of
 from torch import nn
 
-from ds_trainer.run.rehearsal import LiveMemory
 from ds_trainer.models.layers import (
     count_weights,
     encoder_linears,
@@ -25,6 +24,7 @@ from ds_trainer.models.layers import (
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.recipe import parse_recipe
 from ds_trainer.run.phase import PhaseModel
+from ds_trainer.run.rehearsal import LiveMemory
 from ds_trainer.techniques.prune.masked import HardMask, MaskedLinear, StepMask
 from ds_trainer.techniques.technique import PhaseLength
 
