@@ -127,33 +127,18 @@ def test_the_cache_builds_once_and_gives_back_what_was_built(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "deep" / "cache").iterdir()] == ["key"]
 
 
-def flipped(content: bytes) -> bytes:
-    return content[:-1] + bytes([content[-1] ^ 1])
-
-
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
         ("tokens.input_ids.npy", lambda content: content[:-4]),
-        ("tokens.input_ids.npy", flipped),
+        ("tokens.input_ids.npy", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
         ("fields.labels.npy", None),
-        ("index.json", lambda content: b"{"),
         ("index.json", lambda content: b'{"checksums": {}}'),
         ("index.json", lambda content: b""),
     ],
 )
 def test_a_damaged_cache_is_built_anew(file: str, damage: Any, tmp_path: Path) -> None:
-    """Truncated, altered, incomplete or garbled files are noticed, and replaced by whole ones.
-
-    What `build` raises is passed on and leaves nothing behind; a folder that cannot be written is named.
-    """
-
-    def broken() -> Examples:
-        raise ValueError("line 3 is bad")
-
-    with pytest.raises(ValueError, match="line 3 is bad"):
-        cached(tmp_path, "key", broken)
-    assert not list(tmp_path.iterdir())
+    """Truncated, altered, incomplete or garbled files are noticed, and replaced by whole ones."""
     cached(tmp_path, "key", some_examples)
     path = tmp_path / "key" / file
     path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
@@ -161,6 +146,17 @@ def test_a_damaged_cache_is_built_anew(file: str, damage: Any, tmp_path: Path) -
     assert examples.tokens["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
     assert examples.fields["labels"].tolist() == [0, 1, 2]
     assert [each.name for each in tmp_path.iterdir()] == ["key"]
+
+
+def test_a_cache_that_cannot_be_built_or_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    """What `build` raises is passed on; a folder that cannot be written is named."""
+
+    def broken() -> Examples:
+        raise ValueError("line 3 is bad")
+
+    with pytest.raises(ValueError, match="line 3 is bad"):
+        cached(tmp_path, "key", broken)
+    assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match=r"cache_dir .*file.* cannot be written"):
         cached(tmp_path / "file", "key", some_examples)

@@ -29,7 +29,6 @@ from transformers import (
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.recipe.task_specs import LmSpec
-from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.lm.lm_task import LmAnswer, LmTask
 
 KINDS = ("bert", "gpt2", "llama")
@@ -75,10 +74,6 @@ def build(folders: dict[str, Path], tmp_path: Path) -> Any:
 def rows_of(task: LmTask, split: str = "train") -> list[list[int]]:
     examples = task.examples(split)
     return [examples.row(position)["input_ids"].tolist() for position in range(len(examples))]
-
-
-def uniform(batch: Any, vocabulary: int) -> SimpleNamespace:
-    return SimpleNamespace(logits=torch.zeros(1, len(batch.labels), vocabulary))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -239,24 +234,6 @@ def test_padding_changes_neither_loss_nor_answers(kind: str, build: Any, folders
     for found in (answers(task, [1, 0, 2])[0], answers(wide, [0, 1])[0]):
         assert found.nll == pytest.approx(alone.nll, rel=1e-5)
         assert found[1:] == alone[1:]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(kind: str, build: Any) -> None:
-    """Equal logits are worth ln(size) a token; over the shards of three ranks as over one pass."""
-    task = build(kind, mlm_mask_prop=0.4)
-    examples, size = task.examples("validation"), len(task.tokenizer)
-    answers: dict[int, LmAnswer] = {}
-    for rank in range(3):
-        for positions in evaluation_shard(examples.lengths, rank, 3, 2):
-            batch = task.collate(examples, positions)
-            answers |= task.answers(uniform(batch, size), batch)
-    assert len(answers) == len(examples)
-    score = task.score("validation", answers)
-    assert score["perplexity"] == pytest.approx(size, rel=1e-5)
-    assert score["loss"] == pytest.approx(math.log(size), rel=1e-6)
-    whole = task.collate(examples, range(len(examples)))
-    assert score["accuracy"] == pytest.approx(float((whole.labels == 0).double().mean()))
 
 
 def test_score_and_agreement_by_hand(build: Any) -> None:

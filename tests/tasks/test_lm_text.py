@@ -41,21 +41,19 @@ def test_a_line_a_file_or_a_record_is_a_document(tmp_path: Path) -> None:
 def test_a_file_may_give_nothing_where_another_gives_a_text(tmp_path: Path) -> None:
     """The summary says what each of the first files gave; where none gives a text, one error names them all."""
     write(tmp_path, "a.txt", "")
-    write(tmp_path, "b.txt", " \n")
-    write(tmp_path, "c.jsonl", '{"text": ""}\n')
+    write(tmp_path, "b.jsonl", '{"text": ""}\n')
     spec = spec_of(tmp_path, "?.*")
-    with pytest.raises(ValueError, match=r"a\.txt has no examples: it is empty.*\n.*b\.txt has.*\n.*c\.jsonl has"):
+    with pytest.raises(ValueError, match=r"a\.txt has no examples: it is empty.*\n.*b\.jsonl has no examples"):
         read(spec)
-    assert "c.jsonl has no examples" in "".join(check_data_files(spec_of(tmp_path, "c.*")))
-    write(tmp_path, "b.txt", "one\n\n \ntwo\n\n\n")
+    write(tmp_path, "c.txt", "one\n\n \ntwo\n\n\n")
     write(tmp_path, "d.txt", "text\n")
     assert check_data_files(spec) == []
     source = records(spec, "train")
     assert [row.value for row in source.rows()] == ["one", "two", "text"]
     gave = [
         f"{tmp_path}/a.txt: 0 lines kept",
-        f"{tmp_path}/b.txt: 2 lines kept; 4 left out, whose 'text' is empty (lines 2, 3, 5, ...)",
-        f"{tmp_path}/c.jsonl: 0 lines kept; 1 left out, whose 'text' is empty (line 1)",
+        f"{tmp_path}/b.jsonl: 0 lines kept; 1 left out, whose 'text' is empty (line 1)",
+        f"{tmp_path}/c.txt: 2 lines kept; 4 left out, whose 'text' is empty (lines 2, 3, 5, ...)",
         "1 more files",
     ]
     assert source.summary() == "; ".join(gave)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -116,20 +115,12 @@ def test_missing_files_are_listed_without_reading(tmp_path: Path) -> None:
     assert check_data_files(named) == [f"there is no file for the train split; looked for {tmp_path}/mine.json"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"max_seq_length": 40}, "leaves 38 .*: lower doc_stride or .*raise max_seq_length to 130 or more$"),
-        ({"max_seq_length": 4, "doc_stride": 3}, "leaves 2 .*: lower doc_stride or .* to 5 or more"),
-    ],
-)
-def test_windows_that_would_leave_gaps_are_refused(fields: dict[str, int], words: str) -> None:
+def test_windows_that_would_leave_gaps_are_refused() -> None:
     """Gaps beside any question at all are a mistake in the settings; beside a long one, only the data can tell."""
     assert SquadSpec(max_seq_length=192, doc_stride=128, max_query_length=64)
-    with pytest.raises(ValueError, match="in no window") as caught:
-        SquadSpec(**fields)
-    [error] = caught.value.errors()
-    assert re.search(words, error["msg"])
+    words = r"leaves 38 .* in no window: lower doc_stride or .*raise max_seq_length to 130 or more"
+    with pytest.raises(ValueError, match=words):
+        SquadSpec(max_seq_length=40)
 
 
 def test_a_hub_data_set_is_read_in_its_own_form(monkeypatch: pytest.MonkeyPatch) -> None:

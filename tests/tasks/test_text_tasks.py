@@ -1,4 +1,4 @@
-"""Text tasks from rows to a score: tokenisation, batches, labels in the model's order, models, metrics, docstrings."""
+"""Text tasks from rows to a score: batches, labels in the model's order, models, metrics, embedded docstrings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
+import sklearn.metrics
 import torch
 from support.csv_files import SENTENCES, write_csv
 from support.launching import exhaustive
@@ -29,16 +31,14 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.run.loop import micro_batches
 from ds_trainer.run.objective import Objective
-from ds_trainer.tasks.data import evaluation_shard
 from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task, training_texts
 from ds_trainer.tasks.task import Forward
 from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs
 from ds_trainer.tasks.text.text_data import positive_class, records
-from ds_trainer.tasks.text.text_task import class_scores, regression_scores
+from ds_trainer.tasks.text.text_task import TextTask, class_scores, regression_scores
 
-SHARED = Path(__file__).parents[3] / "shared"
 MNLI = ("entailment", "neutral", "contradiction")
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -48,26 +48,38 @@ def tokenizer() -> Any:
     return train_tokenizer(SENTENCES * 5, 60, True)
 
 
-def save(model: Any, tokenizer: Any, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+@pytest.fixture
+def saved(tokenizer: Any, tmp_path: Path) -> Any:
+    """Save a model that is made with these sizes, with its tokenizer, in a folder."""
 
+    def save(name: str, kind: Any = BertModel, config: Any = BertConfig, **sizes: Any) -> Path:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **SMALL, **sizes}
+        kind(config(**sizes)).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        return tmp_path / name
 
-def bert_config(tokenizer: Any, **fields: Any) -> BertConfig:
-    return BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **SMALL, **fields)
+    return save
 
 
 @pytest.fixture
-def encoder(tokenizer: Any, tmp_path: Path) -> Path:
-    return save(BertModel(bert_config(tokenizer)), tokenizer, tmp_path / "encoder")
+def classifier(saved: Any) -> Any:
+    def save(*labels: str) -> Path:
+        names = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+        return saved("-".join(labels), BertForSequenceClassification, **names)
+
+    return save
 
 
-def classifier(tokenizer: Any, folder: Path, labels: tuple[str, ...]) -> Path:
-    torch.manual_seed(len(labels))
-    label2id = {name: index for index, name in enumerate(labels)}
-    config = bert_config(tokenizer, id2label=dict(enumerate(labels)), label2id=label2id)
-    return save(BertForSequenceClassification(config), tokenizer, folder)
+@pytest.fixture
+def build(saved: Any, tmp_path: Path) -> Any:
+    """The task of labels for some sentences, or of a spec with some fields changed."""
+
+    def build(spec: TextSpec | list[Any], source: Path | None = None, **fields: Any) -> TextTask:
+        spec = write_csv(tmp_path, spec) if isinstance(spec, list) else spec
+        return build_task(TextSpec(**spec.model_dump() | fields), source or saved("encoder"), tmp_path / "cache")
+
+    return build
 
 
 @pytest.fixture
@@ -82,28 +94,32 @@ def mnli(tmp_path: Path) -> TextSpec:
     return TextSpec(name="mnli", data_dir=str(tmp_path))
 
 
-def test_rows_become_padded_batches_of_pairs(mnli: TextSpec, encoder: Path, tmp_path: Path) -> None:
+def logits_for(classes: int, *chosen: int) -> dict[int, Any]:
+    """Answers that choose these classes."""
+    return dict(enumerate(np.eye(classes, dtype=np.float32)[list(chosen)]))
+
+
+def test_rows_become_padded_batches_of_pairs(mnli: TextSpec, build: Any) -> None:
     """A pair is told apart by token types; the width is that of the longest row, or the next multiple."""
-    task = build_task(mnli, encoder, tmp_path / "cache")
+    task = build(mnli)
     examples = task.examples("train")
     batch = task.collate(examples, [2, 0])
     assert batch.ids.tolist() == batch.labels.tolist() == [2, 0]
     pairs = [SENTENCES[2], SENTENCES[0]], [SENTENCES[3], SENTENCES[1]]
     for name, values in task.tokenizer(*pairs, padding=True, return_tensors="pt").items():
         assert torch.equal(batch.inputs[name], values), name
-    wide = build_task(mnli.model_copy(update={"pad_to_multiple_of": 8}), encoder, tmp_path / "cache")
-    batch = wide.collate(examples, range(3))
+    batch = build(mnli, pad_to_multiple_of=8).collate(examples, range(3))
     assert batch.inputs["input_ids"].shape[1] % 8 == 0
     assert batch.mask.sum(1).tolist() == examples.lengths.tolist()
 
 
 def test_a_trained_head_with_the_labels_in_another_order_scores_the_same(
-    mnli: TextSpec, encoder: Path, tokenizer: Any, tmp_path: Path
+    mnli: TextSpec, build: Any, classifier: Any
 ) -> None:
     """A downloaded model keeps its class ids, labels and answers follow; as a teacher it is turned to the student's."""
     order = (2, 0, 1)
-    folder = classifier(tokenizer, tmp_path / "trained", tuple(MNLI[i].upper() for i in order))
-    task = build_task(mnli, folder, tmp_path / "cache")
+    folder = classifier(*(MNLI[i].upper() for i in order))
+    task = build(mnli, folder)
     assert task.label_names == tuple(MNLI[i] for i in order)
     batch = task.collate(task.examples("validation"), range(3))
     assert [task.label_names[label] for label in batch.labels] == list(MNLI)
@@ -112,72 +128,92 @@ def test_a_trained_head_with_the_labels_in_another_order_scores_the_same(
     torch.testing.assert_close(out.logits, original)
     right = [task.label_names[int(row.argmax())] == label for row, label in zip(out.logits, MNLI, strict=True)]
     assert task.score("validation", task.answers(out, batch))["accuracy"] == pytest.approx(np.mean(right))
-    teacher: Any = build_task(mnli, encoder, tmp_path / "cache").build_model(folder).eval()
+    teacher = build(mnli).build_model(folder).eval()
     torch.testing.assert_close(teacher(**batch.inputs).logits, original[:, [order.index(i) for i in range(3)]])
     assert tuple(teacher.config.id2label.values()) == MNLI
 
 
 def test_heads_that_do_not_fit_are_replaced_or_taken_in_order_with_a_word(
-    mnli: TextSpec, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    mnli: TextSpec, build: Any, classifier: Any, saved: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two classes do not fit three: the head is new, in fp32, and the encoder is kept; unnamed classes are taken."""
     caplog.set_level("INFO", logger="ds_trainer")
-    folder = classifier(tokenizer, tmp_path / "two", ("negative", "positive"))
-    model: Any = build_task(mnli, folder, tmp_path / "cache").build_model(folder)
+    folder = classifier("negative", "positive")
+    model = build(mnli, folder).build_model(folder)
     assert model.classifier.out_features == 3
-    assert "two has a head of 2 classes (negative, positive), so it gets a new one of 3 outputs" in caplog.text
+    assert "has a head of 2 classes (negative, positive), so it gets a new one of 3 outputs" in caplog.text
     old = BertForSequenceClassification.from_pretrained(folder)
     torch.testing.assert_close(model.bert.state_dict(), old.bert.state_dict())
-    folder = classifier(tokenizer, tmp_path / "unnamed", ("LABEL_0", "LABEL_1", "LABEL_2"))
-    model = build_task(mnli, folder, tmp_path / "cache").build_model(folder)
+    folder = classifier("LABEL_0", "LABEL_1", "LABEL_2")
+    model = build(mnli, folder).build_model(folder)
     assert "are unnamed; they are taken for entailment, neutral, contradiction" in caplog.text
     own = BertForSequenceClassification.from_pretrained(folder).classifier.weight
     torch.testing.assert_close(model.classifier.weight, own)
-    bare = save(BertForMaskedLM(bert_config(tokenizer)).bfloat16(), tokenizer, tmp_path / "mlm")  # it has no pooler
-    parameters = build_task(mnli, bare, tmp_path / "cache").build_model(bare).parameters()
-    assert {parameter.dtype for parameter in parameters} == {torch.float32}
+    bare = saved("bare", lambda config: BertForMaskedLM(config).bfloat16())  # it has no pooler
+    assert {each.dtype for each in build(mnli, bare).build_model(bare).parameters()} == {torch.float32}
     # version 0.2 sorted the numbers of a table that pandas had written as text
     assert label_order(("1", "2", "10"), ("1.0", "10.0", "2.0")) == ("1", "10", "2")
 
 
-def test_a_model_without_room_for_the_texts_is_refused(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_head_with_a_class_in_the_place_of_another_is_refused(mnli: TextSpec, build: Any, classifier: Any) -> None:
+    """Taken in order it would be read as another class: as a teacher (before it is loaded), to score, and to start."""
+    task = build(mnli)
+    for use in (task.check_trained, task.build_model):
+        with pytest.raises(UserError, match="entailment is class 2 of the head and 0 of the"):
+            use(classifier("con", "neutral", "Entailment"))
+    for kept in [("neg", "neutral", "pos"), ("LABEL_0", "LABEL_1", "LABEL_2")]:
+        task.check_trained(classifier(*kept))
+
+
+def test_a_model_without_room_for_the_texts_is_refused(mnli: TextSpec, build: Any, saved: Any) -> None:
     """RoBERTa's table holds two rows more than it has positions, and the limit is exact."""
     for positions in (64, 63):
-        sizes = {"vocab_size": len(tokenizer), "pad_token_id": 1, "max_position_embeddings": positions + 2}
-        folder = save(RobertaModel(RobertaConfig(**SMALL, **sizes)), tokenizer, tmp_path / f"roberta{positions}")
-        task = build_task(mnli.model_copy(update={"max_seq_length": 64}), folder, tmp_path / "cache")
+        sizes = {"pad_token_id": 1, "max_position_embeddings": positions + 2}
+        folder = saved(f"roberta{positions}", RobertaModel, RobertaConfig, **sizes)
+        task = build(mnli, folder, max_seq_length=64)
         if positions == 64:
             assert task.build_model(folder)
     with pytest.raises(ValueError, match="max_seq_length is 64, and the model has 63 positions"):
         task.build_model(folder)
 
 
-def test_the_classes_are_those_of_training(encoder: Path, tokenizer: Any, tmp_path: Path) -> None:
+def test_gpt2_pads_with_its_end_of_text(mnli: TextSpec, build: Any, tmp_path: Path) -> None:
+    """A tokenizer and model without padding get one, and a padded row's logits equal the row's alone."""
+    bare = train_tokenizer(SENTENCES * 5, 60, True)
+    bare.pad_token, bare.eos_token = None, "[SEP]"
+    bare.save_pretrained(tmp_path / "gpt2")
+    config = GPT2Config(vocab_size=len(bare), n_embd=16, n_layer=1, n_head=2, n_positions=128)
+    GPT2Model(config).save_pretrained(tmp_path / "gpt2")
+    task = build(mnli, tmp_path / "gpt2")
+    model = task.build_model(tmp_path / "gpt2").eval()
+    assert model.config.pad_token_id == task.tokenizer.eos_token_id
+    examples = task.examples("train")
+    batch = task.collate(examples, range(3))
+    assert set(batch.inputs) == {"input_ids", "attention_mask"}
+    alone = [model(**task.collate(examples, [i]).inputs).logits for i in range(3)]
+    torch.testing.assert_close(model(**batch.inputs).logits, torch.cat(alone))
+
+
+def test_the_classes_are_those_of_training(build: Any, classifier: Any, tmp_path: Path) -> None:
     """Sorted, numbers by value; an evaluation file brings no new ones; without a training file those of the model."""
-    task = build_task(write_csv(tmp_path, [10, 9, 2, 10, 9, 2]), encoder, tmp_path / "cache")
+    task = build([10, 9, 2, 10, 9, 2])
     assert task.label_names == ("2", "9", "10")
     assert task.examples("train").fields["labels"].tolist() == [2, 1, 0, 2, 1, 0]
-    assert task.build_model(encoder).config.id2label == {0: "2", 1: "9", 2: "10"}
-    spec = write_csv(tmp_path, ["a", "a", "a", "b", "b", "b"])
-    limited = build_task(spec.model_copy(update={"max_train_samples": 2}), encoder, tmp_path / "cache")
-    assert limited.examples("train").fields["labels"].tolist() == [0, 1], "a limit is spread over the rows"
+    task = build(["a", "a", "a", "b", "b", "b"])
     (tmp_path / "dev.csv").write_text("text,label\nno,a\nno,c\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"dev\.csv, line 3: unknown label 'c': allowed are 'a', 'b'"):
-        build_task(spec, encoder, tmp_path / "cache").examples("validation")
+        task.examples("validation")
     with pytest.raises(ValueError, match=r"train\.csv has only the label 'a'"):
-        build_task(write_csv(tmp_path, ["a"] * 6), encoder, tmp_path / "cache")
-    folder = classifier(tokenizer, tmp_path / "trained", ("wet", "dry", "warm"))
-    spec = write_csv(tmp_path, ["dry", "wet", "dry"]).model_copy(update={"train_file": None})
-    task = build_task(spec, folder, tmp_path / "cache")
+        build(["a"] * 6)
+    task = build(["dry", "wet", "dry"], classifier("wet", "dry", "warm"), train_file=None)
     assert task.examples("validation").fields["labels"].tolist() == [1, 0, 1]
 
 
-def test_a_regression_has_scores_as_answers(encoder: Path, tmp_path: Path) -> None:
+def test_a_regression_has_scores_as_answers(build: Any) -> None:
     """One output, a mean squared error, correlations, and the line of every text in the predictions."""
-    spec = write_csv(tmp_path, [1.5, 2, 3, 0, -1, 4]).model_copy(update={"regression": True})
-    task = build_task(spec, encoder, tmp_path / "cache")
+    task = build([1.5, 2, 3, 0, -1, 4], regression=True)
     batch = task.collate(task.examples("train"), range(6))
-    assert task.build_model(encoder)(**batch.inputs).logits.shape == (6, 1)
+    assert task.build_model(task.config.name_or_path)(**batch.inputs).logits.shape == (6, 1)
     out = SimpleNamespace(logits=torch.tensor([[2.0], [3.0], [4.0], [1.0], [0.0], [5.0]], dtype=torch.bfloat16))
     torch.testing.assert_close(task.loss(out, batch), torch.tensor((0.5**2 + 5) / 6))
     answers = task.answers(out, batch)
@@ -186,16 +222,10 @@ def test_a_regression_has_scores_as_answers(encoder: Path, tmp_path: Path) -> No
     assert text.splitlines()[:3] == ["line,label,answer", "2,1.5,2.0", "3,2.0,3.0"]
 
 
-def logits_for(classes: int, *chosen: int) -> dict[int, Any]:
-    """Answers that choose these classes."""
-    return dict(enumerate(np.eye(classes, dtype=np.float32)[list(chosen)]))
-
-
-def test_logits_that_are_not_finite_have_no_score(encoder: Path, tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_have_no_score(build: Any) -> None:
     """NaN has a likeliest class, too: the split is refused, with the number of examples."""
     for regression, value in ((False, math.nan), (True, math.inf)):
-        spec = write_csv(tmp_path, [1, 2, 1, 2, 2, 1]).model_copy(update={"regression": regression})
-        task = build_task(spec, encoder, tmp_path / "cache")
+        task = build([1, 2, 1, 2, 2, 1], regression=regression)
         batch = task.collate(task.examples("validation"), range(6))
         out = SimpleNamespace(logits=torch.rand(6, 1 if regression else 2))
         out.logits[[1, 4], 0] = value
@@ -203,9 +233,9 @@ def test_logits_that_are_not_finite_have_no_score(encoder: Path, tmp_path: Path)
             task.score("validation", task.answers(out, batch))
 
 
-def test_classes_that_are_never_answered_are_a_warning(encoder: Path, tmp_path: Path) -> None:
+def test_classes_that_are_never_answered_are_a_warning(build: Any) -> None:
     """By their names, with how many examples have them; one that no example has is none."""
-    task = build_task(write_csv(tmp_path, ["a", "a", "a", "b", "c", "c"]), encoder, tmp_path / "cache")
+    task = build(["a", "a", "a", "b", "c", "c"])
 
     def answering(*places: int) -> Any:
         return lambda batch: SimpleNamespace(logits=torch.eye(3)[torch.tensor(places)[batch.ids]])
@@ -215,30 +245,23 @@ def test_classes_that_are_never_answered_are_a_warning(encoder: Path, tmp_path: 
     assert evaluate(answering(0, 0, 0, 2, 1, 0), task, 4).warnings == []
 
 
-def test_each_example_counts_once_however_the_shards_are_padded(encoder: Path, tmp_path: Path) -> None:
-    """The score of answers gathered from four ranks is that of one pass; bf16 logits do not round the loss."""
-    task = build_task(write_csv(tmp_path, ["a", "b", "b", "a", "b"]), encoder, tmp_path / "cache")
-    examples = task.examples("validation")
-    answers: dict[int, Any] = {}
-    for rank in range(4):
-        for positions in evaluation_shard(examples.lengths, rank, 4, 1):
-            batch = task.collate(examples, positions)
-            answers |= task.answers(SimpleNamespace(logits=torch.eye(2)[1].repeat(len(positions), 1)), batch)
-    assert len(answers) == 5
-    assert task.score("validation", answers) == {"accuracy": pytest.approx(0.6)}
-    assert task.agreement("validation", answers, logits_for(2, 1, 1, 0, 1, 0)) == pytest.approx(0.6)
-    batch = task.collate(examples, range(3))
-    logits = torch.tensor([[1.0, 2.0]] * 3)
-    loss = task.loss(SimpleNamespace(logits=logits.bfloat16()), batch)
-    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, batch.labels))
+def test_predictions_name_the_line_of_every_text(build: Any, classifier: Any) -> None:
+    """With label, answer and probabilities by class, though the head has them in another order; and models agree by
+    their answers."""
+    task = build(["a", "b", "a", "b", "b", "a"], classifier("b", "a"), max_eval_samples=2)
+    batch = task.collate(task.examples("validation"), [1, 0])
+    answers = task.answers(SimpleNamespace(logits=torch.tensor([[3.0, 1.0], [1.0, 4.0]]).log()), batch)
+    [(name, text)] = task.artifacts("validation", answers).items()
+    assert name == "predictions.csv"
+    assert text == "line,label,answer,p(a),p(b)\n2,a,a,0.800000,0.200000\n5,b,b,0.250000,0.750000\n"
+    assert task.agreement("validation", answers, logits_for(2, 1, 1)) == 0.5
 
 
-def test_f1_is_that_of_the_positive_class(encoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_f1_is_that_of_the_positive_class(build: Any, caplog: pytest.LogCaptureFixture) -> None:
     """It stands beside F1 of every class, whose numbers sort as numbers; the log says which one it is."""
     caplog.set_level("INFO", logger="ds_trainer")
     for labels, positive, expected in ((["yes", "no"], "no", 0.8), (["1", "-1.5"], -1.5, 0.8), (["1", "-1"], 1, 2 / 3)):
-        spec = TextSpec(**write_csv(tmp_path, labels * 2).model_dump() | {"positive_class": positive})
-        task = build_task(spec, encoder, tmp_path / "cache")
+        task = build(labels * 2, positive_class=positive)
         first, second = task.label_names
         assert first in ("-1.5", "-1", "no")
         answers = logits_for(2, 1, 0, 0, 0)
@@ -248,102 +271,54 @@ def test_f1_is_that_of_the_positive_class(encoder: Path, tmp_path: Path, caplog:
         assert f"classes: 2 {first}, 2 {second}; f1 is that of {positive}" in caplog.text
 
 
-def test_predictions_name_the_line_of_every_text(tokenizer: Any, tmp_path: Path) -> None:
-    """With label, answer and probabilities by class, though the head has them in another order."""
-    folder = classifier(tokenizer, tmp_path / "trained", ("b", "a"))
-    spec = write_csv(tmp_path, ["a", "b", "a", "b", "b", "a"]).model_copy(update={"max_eval_samples": 2})
-    task = build_task(spec, folder, tmp_path / "cache")
-    batch = task.collate(task.examples("validation"), [1, 0])
-    out = SimpleNamespace(logits=torch.tensor([[3.0, 1.0], [1.0, 4.0]]).log())
-    [(name, text)] = task.artifacts("validation", task.answers(out, batch)).items()
-    assert name == "predictions.csv"
-    assert text == "line,label,answer,p(a),p(b)\n2,a,a,0.800000,0.200000\n5,b,b,0.250000,0.750000\n"
-
-
-def test_a_head_with_a_class_in_the_place_of_another_is_refused(
-    mnli: TextSpec, encoder: Path, tokenizer: Any, tmp_path: Path
-) -> None:
-    """Taken in order it would be read as another class: as a teacher (before it is loaded), to score, and to start."""
-    folder = classifier(tokenizer, tmp_path / "other", ("con", "neutral", "Entailment"))
-    task = build_task(mnli, encoder, tmp_path / "cache")
-    for use in (task.check_trained, task.build_model):
-        with pytest.raises(UserError, match="entailment is class 2 of the head and 0 of the"):
-            use(folder)
-    for kept in [("neg", "neutral", "pos"), ("LABEL_0", "LABEL_1", "LABEL_2")]:
-        task.check_trained(classifier(tokenizer, tmp_path / kept[0], kept))
-
-
-def test_gpt2_pads_with_its_end_of_text(mnli: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
-    """A tokenizer and model without padding get one, and a padded row's logits equal the row's alone."""
-    bare = train_tokenizer(SENTENCES * 5, 60, True)
-    bare.pad_token, bare.eos_token = None, "[SEP]"
-    config = GPT2Config(vocab_size=len(bare), n_embd=16, n_layer=1, n_head=2, n_positions=128)
-    task = build_task(mnli, save(GPT2Model(config), bare, tmp_path / "gpt2"), tmp_path / "cache")
-    model: Any = task.build_model(tmp_path / "gpt2").eval()
-    assert model.config.pad_token_id == task.tokenizer.eos_token_id
-    examples = task.examples("train")
-    batch = task.collate(examples, range(3))
-    assert set(batch.inputs) == {"input_ids", "attention_mask"}
-    alone = [model(**task.collate(examples, [i]).inputs).logits for i in range(3)]
-    torch.testing.assert_close(model(**batch.inputs).logits, torch.cat(alone))
-
-
-METRICS = [
-    ("accuracy", [0, 1, 2, 2], [0, 1, 1, 2], 3, 0.75),
-    ("f1", [0, 1, 2, 2], [0, 1, 1, 2], 3, (1 + 2 / 3 + 2 / 3) / 3),
-    ("macro_f1", [1, 1, 1, 0], [1, 0, 1, 0], 2, (2 / 3 + 0.8) / 2),  # of class 1: 2 * 2 / (2 * 2 + 1 + 0)
-    ("macro_f1", [0, 0, 1], [0, 1, 1], 3, 2 / 3),  # a class that does not occur has no part in it
-    ("matthews", [1, 1, 0, 0, 1], [1, 0, 0, 0, 1], 2, (2 * 2 - 1 * 0) / math.sqrt(3 * 2 * 3 * 2)),
-    ("matthews", [1, 1, 1], [1, 0, 1], 2, 0.0),
-    ("matthews", [1, 1, 1], [1, 1, 1], 2, 0.0),
-    ("pearson", [1.0, 2.0, 4.0], [1.0, 2.0, 3.0], 0, 3 / math.sqrt(2 * 14 / 3)),
-    ("spearman", [1.0, 2.0, 9.0, 3.0], [1.0, 2.0, 3.0, 4.0], 0, 0.8),
-    ("pearson", [2.0, 2.0, 2.0], [1.0, 2.0, 3.0], 0, 0.0),
-    ("spearman", [2.0, 2.0, 2.0], [1.0, 2.0, 3.0], 0, 0.0),
-]
-
-
-@pytest.mark.parametrize(("metric", "predictions", "labels", "classes", "expected"), METRICS)
-def test_metrics_equal_hand_computed_values(
-    metric: str, predictions: list[Any], labels: list[Any], classes: int, expected: float
-) -> None:
-    """Each metric by hand; a constant prediction is worth 0, not nan."""
-    if classes:
-        found = class_scores(*(np.eye(classes, dtype=bool)[each] for each in (predictions, labels)))
-    else:
-        found = regression_scores(np.float32(predictions), np.float32(labels))
-    assert found[metric] == pytest.approx(expected, abs=1e-6)
-
-
-def test_an_f1_of_two_classes_that_could_be_either_is_refused(encoder: Path, tmp_path: Path) -> None:
+def test_an_f1_of_two_classes_that_could_be_either_is_refused(build: Any) -> None:
     """Without a positive class, and with one that is no class; GLUE's tasks have their own."""
-    spec = write_csv(tmp_path, ["b", "a"] * 3)
     for fields, words in (
         ({"metrics": ["f1"]}, r"set task\.positive_class to which of the two .*; the classes are 'a', 'b'"),
         ({"positive_class": "c"}, r"task\.positive_class is 'c', and the classes are 'a', 'b'"),
         ({"class_weights": [1.0]}, r"task\.class_weights has 1 numbers, and the classes are 'a', 'b'"),
     ):
         with pytest.raises(UserError, match=words):
-            build_task(spec.model_copy(update=fields), encoder, tmp_path / "cache")
+            build(["b", "a"] * 3, **fields)
     assert positive_class(TextSpec(name="mrpc")) == "equivalent"
     assert positive_class(TextSpec(name="qqp")) == "duplicate"
 
 
-def test_a_weighted_loss_is_the_mean_over_the_global_batch(encoder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("classes", [2, 4])
+def test_metrics_are_those_of_scikit_learn_and_scipy(classes: int) -> None:
+    """Over draws with ties, and with classes that do not occur; a correlation with a constant is 0, not NaN."""
+    draw = np.random.default_rng(0)
+    for _ in range(30):
+        given, gold = draw.integers(0, classes, (2, 9))
+        expected = {
+            "accuracy": sklearn.metrics.accuracy_score(gold, given),
+            "matthews": sklearn.metrics.matthews_corrcoef(gold, given),
+            "macro_f1": sklearn.metrics.f1_score(gold, given, average="macro"),
+            "micro_f1": sklearn.metrics.f1_score(gold, given, average="micro"),
+        }
+        for name in range(classes + 1):
+            expected[f"f1/{name}"] = sklearn.metrics.f1_score(gold == name, given == name, zero_division=0)
+        one_hot = (np.eye(classes + 1, dtype=bool)[each] for each in (given, gold))
+        assert class_scores(*one_hot, positive=1) == pytest.approx(expected | {"f1": expected["f1/1"]})
+        values, labels = draw.integers(0, 5, (2, 9)).astype(np.float64)
+        assert regression_scores(values, labels) == {
+            "pearson": pytest.approx(scipy.stats.pearsonr(values, labels)[0]),
+            "spearman": pytest.approx(scipy.stats.spearmanr(values, labels)[0]),
+        }
+    assert regression_scores(np.full(3, 0.1), np.arange(3.0)) == {"pearson": 0.0, "spearman": 0.0}
+
+
+def test_a_weighted_loss_is_the_mean_over_the_global_batch(build: Any, classifier: Any) -> None:
     """However it is cut into micro-batches, whose weights differ; "balanced" is inverse to the classes' counts."""
-    names = ["b", "a"]  # the head has another order than the task
-    folder = classifier(train_tokenizer(SENTENCES * 5, 60, True), tmp_path / "trained", tuple(names))
-    spec = write_csv(tmp_path, ["a", "a", "a", "a", "b", "a"])
-    balanced = build_task(spec.model_copy(update={"class_weights": "balanced"}), folder, tmp_path / "cache")
-    task = build_task(spec.model_copy(update={"class_weights": [0.06, 0.3]}), folder, tmp_path / "cache")
+    folder = classifier("b", "a")  # the head has another order than the task
     logits = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
-    for one in (task, balanced):
-        examples = one.examples("train")
-        labels = one.collate(examples, range(6)).labels
+    for weights in ("balanced", [0.06, 0.3]):
+        task = build(["a", "a", "a", "a", "b", "a"], folder, class_weights=weights)
+        labels = task.collate(task.examples("train"), range(6)).labels
         whole = torch.nn.functional.cross_entropy(logits, labels, torch.tensor([0.3, 0.06]))
         engine: Any = SimpleNamespace(gradient_accumulation_steps=lambda: 3, device=torch.device("cpu"))
-        objective, total = Objective(one, [], {"task": 1.0}), 0.0
-        for batch, shares in micro_batches(one, np.arange(6), engine, 1):
+        objective, total = Objective(task, [], {"task": 1.0}), 0.0
+        for batch, shares in micro_batches(task, np.arange(6), engine, 1):
             out = SimpleNamespace(logits=logits[batch.ids])
             total += float(objective(Forward(batch, out, 0, shares))[0]) / 3
         assert total == pytest.approx(float(whole), rel=1e-6)
