@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
@@ -44,7 +45,7 @@ builds them. Without `trust_remote_code=True` transformers ends with "You set `i
 setting it would fill layers with random weights. Where code of a folder may not be run, load it by
 `ds_trainer.load_model`, which does not run that file, export it with `--onnx`, or cut the model to sizes that a plain
 config can say (docs/cuts.md)."""
-_BY_ONNX = f"""```python
+_BY_ONNX = Template(f"""```python
 import onnxruntime
 from transformers import AutoConfig, AutoTokenizer
 
@@ -52,11 +53,11 @@ config, tokenizer = AutoConfig.from_pretrained("FOLDER"), AutoTokenizer.from_pre
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 options = onnxruntime.SessionOptions()
 options.add_session_config_entry("optimization.disable_specified_optimizers", "SkipLayerNormFusion")
-session = onnxruntime.InferenceSession("FOLDER/{ONNX_FILE}", options)INT8
-tokens = tokenizer(TEXTS, return_token_type_ids=True, return_tensors="np")
+session = onnxruntime.InferenceSession("FOLDER/{ONNX_FILE}", options)$int8
+tokens = tokenizer($texts, return_token_type_ids=True, return_tensors="np")
 outputs = session.run(None, {{node.name: tokens[node.name] for node in session.get_inputs()}})
-PRINTED
-```"""
+print($printed)
+```""")
 _TEXTS = '["A text.", "Another one."], padding=True, truncation=True'
 _EXAMPLES = {
     "regression": (_TEXTS, "outputs[0][:, 0]"),
@@ -197,17 +198,9 @@ def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
         early = "  # exits early" if exits else ""
         yield f'```python\nimport ds_trainer\n\nmodel = ds_trainer.load_model("FOLDER"){early}\n```'
     if (folder / ONNX_FILE).exists():
-        yield _onnx_lines(config, kind, f"  # or {INT8_FILE}" if (folder / INT8_FILE).exists() else "")
-
-
-def _onnx_lines(config: Mapping[str, Any], kind: str, int8: str) -> str:
-    """Return a fence of Python that answers by the .onnx file; `int8` is a comment behind the file's name."""
-    texts, printed = _EXAMPLES.get(config.get("problem_type"), _EXAMPLES.get(kind, _NEXT_TOKEN))
-    parts = {"INT8": int8, "TEXTS": texts, "PRINTED": f"print({printed})"}
-    lines = _BY_ONNX
-    for place, part in parts.items():
-        lines = lines.replace(place, part)
-    return lines
+        int8 = f"  # or {INT8_FILE}" if (folder / INT8_FILE).exists() else ""
+        texts, printed = _EXAMPLES.get(str(config.get("problem_type")), _EXAMPLES.get(kind, _NEXT_TOKEN))
+        yield _BY_ONNX.substitute(int8=int8, texts=texts, printed=printed)
 
 
 def _section(recipe: Recipe) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hjson
+import psutil
 
 from ds_trainer.files.messages import cut, kind_of, listed
 from ds_trainer.ranks.failures import UserError
@@ -130,7 +131,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def memory_limit() -> int:
     """Return the bytes of memory that this process may use: the host's, or its control group's where that has less."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [psutil.virtual_memory().total]
     for path in _CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # the file does not exist, or says "max"
             limits.append(int(path.read_text(encoding="ascii")))
@@ -139,8 +140,7 @@ def memory_limit() -> int:
 
 def free_memory() -> int:
     """Return the bytes of memory that are free on this host, or in this process's control group."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    available = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    available: int = psutil.virtual_memory().available
     for path, used in zip(_CGROUP_LIMITS, _CGROUP_USED, strict=True):
         with contextlib.suppress(OSError, ValueError):
             statistics = dict(line.split() for line in used.with_name("memory.stat").read_text("ascii").splitlines())

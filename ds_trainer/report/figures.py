@@ -220,7 +220,7 @@ def dress(axes: Axes, across: str, up: str, columns: int = 1) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)
     if axes.get_legend_handles_labels()[1]:
-        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
         axes.legend(**place, frameon=False, fontsize=9, ncols=columns)
 
 

@@ -203,7 +203,7 @@ def _title(run: RunFiles) -> str:
 
 def _cells(run: RunFiles, phase: str) -> dict[str, str]:
     """Return what only the page shows of a phase: how its model was made, its sizes, and the memory that it took."""
-    result, cells = run.results[phase], {}
+    result, cells = run.results[phase], dict[str, str]()
     if model := result.get("weights", {}).get("model"):
         cells |= {"parameters": f"{model['total']:,}", "parameters not 0": f"{model['kept']:,}"}
     if spec := run.spec(phase):

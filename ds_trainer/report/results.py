@@ -67,8 +67,8 @@ def read_run(folder: Path) -> RunFiles:
     if not (results.is_file() or log.is_file()):
         why = "holds no run: it has neither log.jsonl nor all_results.json" if folder.is_dir() else "is no folder"
         raise UserError(f"{folder} {why}: name the output folder of a run")
-    objects = [read_object(file) if file.is_file() else {} for file in (recipe, results)]
-    return RunFiles(folder, *objects, _read_log(log) if log.is_file() else {})
+    of_recipe, of_results = (read_object(file) if file.is_file() else {} for file in (recipe, results))
+    return RunFiles(folder, of_recipe, of_results, _read_log(log) if log.is_file() else {})
 
 
 def _read_log(file: Path) -> dict[str, LogRecords]:
