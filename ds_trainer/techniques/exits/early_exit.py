@@ -91,30 +91,25 @@ class RunningPolicy:
     def __init__(self, policy: ExitPolicy) -> None:
         self.policy = policy
         self._limits = iter(policy.thresholds or repeat(1.0))  # classes that differ are 1 apart
-        self._before: Tensor | None = None  # the logits of the head before
-        self._streak: Tensor | int = 0  # (batch,) heads in a row that agreed with the one before
+        self._before: Any = None  # the logits of the head before
+        self._streak: Any = 0  # (batch,) heads in a row that were sure: but for patience one is enough
 
     def sure(self, logits: Tensor, counted: Tensor | None = None) -> Tensor:
         """Return (batch,) booleans: which samples leave at the next head, by its logits and its `counted` tokens."""
         doubts = doubt(self.policy.criterion, logits, self._before, counted)
-        if self.policy.criterion == "patience":
-            self._before = logits
+        self._before = logits
         return self.leave(doubts)
 
     def leave(self, doubts: Tensor) -> Tensor:
         """Return which samples leave at the next head, (batch,), by how much it doubts each of them."""
         limit = next(self._limits)
-        below = doubts < (-limit if self.policy.criterion == "confidence" else limit)
-        if self.policy.criterion != "patience":
-            return below
-        assert self.policy.patience is not None, "a policy of patience has one"
-        self._streak = (self._streak + 1) * below
-        return self._streak >= self.policy.patience
+        sure = doubts < (-limit if self.policy.criterion == "confidence" else limit)
+        self._streak = (self._streak + 1) * sure
+        return self._streak >= (self.policy.patience or 1)
 
     def keep(self, staying: Tensor) -> None:
         """Go on with these samples of the last call, by their indices, and forget the others."""
-        if self._before is not None and isinstance(self._streak, Tensor):
-            self._before, self._streak = self._before[staying], self._streak[staying]
+        self._before, self._streak = self._before[staying], self._streak[staying]
 
 
 def exit_at(policy: ExitPolicy, doubts: Tensor) -> Tensor:

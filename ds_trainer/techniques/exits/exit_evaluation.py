@@ -1,16 +1,16 @@
 """Evaluate and calibrate early exits: each head alone, every threshold, and the chosen policy.
 
-One pass over a split gives the doubts and the answers of all heads, from which any threshold is scored, and runs the
-model under its policy. A sample leaves at the first head whose doubt u_j is below the threshold t: it is still in the
-batch after head j exactly where min(u_1, ..., u_j) >= t. So its exit changes only where t passes one of these running
-minima: sorted, those of all samples give every threshold that makes a difference.
+One pass through all layers gives the doubts and the answers of all heads, from which any policy is scored as the model
+that leaves early decides (`RunningPolicy`). A sample leaves at the first head whose doubt u_j is below the threshold t:
+it is still in the batch after head j exactly where min(u_1, ..., u_j) >= t. So its exit changes only where t passes one
+of these running minima: sorted, those of all samples give every threshold that makes a difference.
 
 Thresholds are chosen on the held-out part of the training set, never on a split that is evaluated.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +22,8 @@ from torch import Tensor
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.exit_specs import DEFAULT_PATIENCE, Criterion, ExitPolicy, ExitsSpec, aim_mistakes
-from ds_trainer.tasks.evaluation import Answers, answers_of, load_on_device, split_prefix
-from ds_trainer.tasks.task import Batch, Forward, Predict, Task
+from ds_trainer.tasks.evaluation import Answers, evaluation_batches, load_on_device, split_prefix
+from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.exits.early_exit import (
     EarlyExitModel,
     doubts_of_all,
@@ -57,8 +57,7 @@ class AllHeads:
     `doubts` are (heads - 1, examples) fp64 by criterion, without the model's own head; `answers` are by head, the
     model's own last, and then by example. `layers` has the layer of each head; the last is the depth of the model.
     `score` turns an answer for each example into scores. `patience` is that of a regression, whose thresholds are
-    tolerances; for classes it is the threshold. `exits` and `early` are the layers at which the examples left, and
-    their answers, when the model was run under its policy.
+    tolerances; for classes it is the threshold.
     """
 
     doubts: Mapping[Criterion, Tensor]
@@ -67,8 +66,6 @@ class AllHeads:
     score: Callable[[Answers], dict[str, float]]
     regression: bool = False
     patience: int = DEFAULT_PATIENCE
-    exits: Sequence[int] = ()
-    early: Answers = field(default_factory=dict)
 
     def policy(self, criterion: Criterion, threshold: float) -> ExitPolicy:
         """Return the policy with this threshold at every head. That of a classification by patience is the patience."""
@@ -77,11 +74,15 @@ class AllHeads:
         patience = self.patience if criterion == "patience" else None
         return ExitPolicy(criterion=criterion, thresholds=[threshold] * (len(self.layers) - 1), patience=patience)
 
+    def under(self, policy: ExitPolicy) -> tuple[list[int], dict[str, float]]:
+        """Return the layer at which each example leaves by a policy, and the scores of the answers given there."""
+        left = exit_at(policy, self.doubts[policy.criterion]).tolist()
+        scores = self.score({id: self.answers[head][id] for id, head in enumerate(left)})
+        return [self.layers[head] for head in left], scores
+
     def point(self, criterion: Criterion, threshold: float) -> OperatingPoint:
-        """Return the point of that policy."""
-        heads = exit_at(self.policy(criterion, threshold), self.doubts[criterion]).tolist()
-        chosen = {id: self.answers[head][id] for id, head in enumerate(heads)}
-        return OperatingPoint(threshold, sum(self.layers[head] for head in heads) / len(heads), self.score(chosen))
+        exits, scores = self.under(self.policy(criterion, threshold))
+        return OperatingPoint(threshold, sum(exits) / len(exits), scores)
 
 
 def curve(criterion: Criterion, heads: AllHeads, most: int = 100) -> list[OperatingPoint]:
@@ -140,19 +141,18 @@ def choose(points: Sequence[OperatingPoint], depth: int, spec: ExitsSpec) -> Ope
 def evaluate_exits(
     folder: Path, task: Task, batch_size: int, policy: ExitPolicy | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Evaluate heads, curves and policy of a folder on every split; collective, the same on every rank.
+    """Evaluate the heads, the curves and the policy of a folder on every split; collective, the same on every rank.
 
     Returns the scores to add to the model's, such as `exit_1/accuracy`, `early_exit/accuracy` and
-    `early_exit/leave_at_1`, a count, and the whole results as JSON values. In these "early_exit" comes from running the
-    model under its policy, "heads" and "curves" from running all its layers. "calibration" is the folder's record of
-    it, or None where the policy is not the folder's.
+    `early_exit/leave_at_1`, a count, and the whole results as JSON values. Their "calibration" is the folder's record
+    of it, or None where the policy is not the folder's.
     """
     model = with_exits(load_on_device(task, folder), folder, policy)
     *inner, depth = model.layers
     splits, flat = {}, dict[str, float]()
     for split in task.splits:
         heads = all_heads(model, task, split, batch_size, model.policy.patience)
-        results = splits[split] = distributed.on_main(partial(_results, heads))
+        results = splits[split] = distributed.on_main(partial(_results, heads, model.policy))
         early, prefix = results["early_exit"], split_prefix(task, split)
         for layer in inner:  # the last head is the model's own, whose scores are the model's
             flat |= {f"{prefix}exit_{layer}/{name}": value for name, value in results["heads"][str(layer)].items()}
@@ -169,18 +169,19 @@ def evaluate_exits(
     }
 
 
-def _results(heads: AllHeads | None) -> dict[str, Any]:
+def _results(heads: AllHeads | None, policy: ExitPolicy) -> dict[str, Any]:
     assert heads is not None, "rank 0 has them"
-    mean, depth = sum(heads.exits) / len(heads.exits), heads.layers[-1]
+    exits, scores = heads.under(policy)
+    mean, depth = sum(exits) / len(exits), heads.layers[-1]
     return {
         "heads": {str(layer): heads.score(one) for layer, one in zip(heads.layers, heads.answers, strict=True)},
         "curves": {name: [asdict(point) for point in curve(name, heads)] for name in heads.doubts},
         "early_exit": {
-            "scores": heads.score(heads.early),
+            "scores": scores,
             "mean_layers": mean,
             "expected_saving": mean / depth,
             "expected_speedup": depth / mean,
-            "exit_counts": {str(layer): heads.exits.count(layer) for layer in heads.layers},
+            "exit_counts": {str(layer): exits.count(layer) for layer in heads.layers},
         },
     }
 
@@ -232,36 +233,26 @@ def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, pa
     A regression is judged by this `patience`.
     """
     criteria: tuple[Criterion, ...] = ("patience",) if model.regression else get_args(Criterion)
-    by_example: dict[int, Any] = {}  # doubts (criteria, heads - 1), and the layer at which it leaves
-
-    def predict(batch: Batch) -> Any:
-        return model(**batch.inputs)
-
-    def heads(forward: Forward, predict: Predict) -> dict[str, Any]:
-        inputs = forward.batch.inputs
-        logits = model.all_logits(**inputs)
-        counted = model.counted(inputs["input_ids"], inputs.get("attention_mask"))
-        doubts = torch.stack([doubts_of_all(name, logits, counted) for name in criteria]).permute(2, 0, 1)
-        values = zip(doubts.tolist(), forward.out.exit_layers.tolist(), strict=True)
-        by_example.update(zip(forward.batch.ids.tolist(), values, strict=True))
-        outs = {str(layer): SimpleNamespace(logits=one) for layer, one in zip(model.layers, logits, strict=True)}
-        return outs | {"early": forward.out}
-
-    answers = answers_of(predict, task, split, batch_size, [heads])
+    by_example: dict[int, Any] = {}  # doubts (criteria, heads - 1), and the answers of all heads
+    for batch in evaluation_batches(task, split, batch_size):
+        logits = model.all_logits(**batch.inputs)
+        counted = model.counted(batch.inputs["input_ids"], batch.inputs.get("attention_mask"))
+        doubts = torch.stack([doubts_of_all(name, logits, counted) for name in criteria]).permute(2, 0, 1).tolist()
+        answers = [task.answers(SimpleNamespace(logits=one), batch) for one in logits]
+        for id, values in zip(batch.ids.tolist(), doubts, strict=True):
+            by_example[id] = values, [of_head[id] for of_head in answers]
     merged = {id: values for part in distributed.gather(by_example) for id, values in part.items()}
     if not distributed.is_main():
         return None
-    doubts, exits = zip(*(merged[id] for id in range(len(merged))), strict=True)
+    doubts, answers = zip(*(merged[id] for id in range(len(merged))), strict=True)
     by_criterion = torch.tensor(doubts, dtype=torch.float64).permute(1, 2, 0)
     return AllHeads(
         doubts=dict(zip(criteria, by_criterion, strict=True)),
-        answers=[answers[str(layer)] for layer in model.layers],
+        answers=[dict(enumerate(of_head)) for of_head in zip(*answers, strict=True)],
         layers=model.layers,
         score=partial(task.score, split),
         regression=model.regression,
         patience=patience or DEFAULT_PATIENCE,
-        exits=exits,
-        early=answers["early"],
     )
 
 
