@@ -131,11 +131,8 @@ class Checkpoints:
             sums, saved = read_marker(checkpoint)
             write_marker(checkpoint, sums, {**saved, "evaluated": step, "scores": scores, "curve": curve})
 
-        try:
+        with distributed.as_warning(f"the scores of {checkpoint} are not written, and it cannot be the best one"):
             distributed.on_main(add)
-        except OSError as error:
-            text = f"the scores of {checkpoint} could not be written: {error.strerror or error}"
-            distributed.warn(f"{text}. It cannot be the best one")
 
     def drop_oldest(self) -> None:
         """Delete all but the newest `keep` checkpoints and the best."""

@@ -33,7 +33,6 @@ from ds_trainer.ranks.failures import ran_out
 from ds_trainer.ranks.machine import seconds
 from ds_trainer.ranks.progress import progress
 from ds_trainer.recipe.jobs import TrainJob
-from ds_trainer.recipe.task_specs import greater_is_better
 from ds_trainer.run.phase import PhasePlan, PreparedPhase, plan_phase
 from ds_trainer.run.starting_models import RehearsedModels
 from ds_trainer.tasks.data import ExampleIds
@@ -88,8 +87,7 @@ def _rehearsed(
         check_with_deepspeed(plan.engine_config, plan.base, rates)
         checked.add(asked)
     optimizer = str(value_at(plan.engine_config, "optimizer.type") or "")
-    warnings = [one.check(optimizer, plan.travel) for one in prepared.objective.techniques]
-    for warning in filter(None, [_metric_warning(plan), *warnings]):
+    for warning in filter(None, [one.check(optimizer, plan.travel) for one in prepared.objective.techniques]):
         distributed.warn(f"{phase.name}: {warning}")
     description: dict[str, Any] = {
         "phase": phase.name,
@@ -116,16 +114,6 @@ def _rehearsed(
         on = {"gpus": gpus, "bytes_of_a_gpu": of_a_gpu, "hidden_size": task.hidden_size}
         description["measured"] = {"memory": asdict(memory), **on}  # for the arithmetic of other engine files
     return description
-
-
-def _metric_warning(plan: PhasePlan) -> str | None:
-    """Warn where the recipe prefers checkpoints of a worse score."""
-    phase, metric = plan.phase, plan.phase.metric_for_best_model
-    known = greater_is_better(metric, plan.task.spec, *(spec for _, spec in phase.techniques)) if metric else None
-    if known is None or phase.greater_is_better in (None, known):
-        return None
-    order = "highest" if phase.greater_is_better else "lowest"
-    return f"greater_is_better lets the checkpoint of the {order} {metric} be the best"
 
 
 @contextmanager

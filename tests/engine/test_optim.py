@@ -1,11 +1,9 @@
 """Parameter groups and the objective: rules decide, mistakes are reported."""
 
-import re
 from typing import ClassVar
 
 import pytest
 import torch
-from support.zero_matrix import Case, build
 from torch import nn
 
 from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
@@ -21,16 +19,12 @@ def make_model() -> nn.Module:
     return nn.ModuleDict({"emb": nn.Embedding(4, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 2)})
 
 
-def test_vectors_get_no_weight_decay():
-    """Biases are in a group of their own, with the same rate."""
+def test_the_first_matching_rule_decides_and_the_users_come_first():
+    """A user's rule for the head wins over a technique's for everything; without a rule vectors do not decay."""
     groups = {group.name: group for group in parameter_groups(make_model(), [], [], BASE)}
     assert set(groups["vectors"].parameters) == {"body.bias", "head.bias"}
     assert (groups["vectors"].weight_decay, groups["weights"].weight_decay) == (0.0, 0.1)
     assert groups["weights"].size == 12 + 9 + 6
-
-
-def test_the_first_matching_rule_decides_and_the_users_come_first():
-    """A user's rule for the head wins over a technique's for everything."""
     model = make_model()
     user = [GroupRule(params="head.*", learning_rate=0.5)]
     technique = [GroupRule(params="*", frozen=True)]
@@ -38,14 +32,6 @@ def test_the_first_matching_rule_decides_and_the_users_come_first():
     assert [set(group.parameters) for group in groups] == [{"head.weight"}, {"head.bias"}]
     assert {group.learning_rate for group in groups} == {0.5}
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["head.weight", "head.bias"]
-
-
-def test_frozen_groups_are_no_groups():
-    """Frozen embeddings are in no group and ask for no gradient."""
-    model = make_model()
-    groups = parameter_groups(model, [GroupRule(params="emb*", frozen=True)], [], BASE)
-    assert not model["emb"].weight.requires_grad
-    assert all("emb.weight" not in group.parameters for group in groups)
 
 
 def test_a_rule_that_matches_nothing_is_refused():
@@ -74,38 +60,20 @@ def with_additions() -> tuple[nn.Module, list[GroupRule]]:
     return model, [*rules, GroupRule(params="exit_heads.*"), GroupRule(params="distill_projection.*")]
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {"params": "*body*", "weight_decay": 0.01},
-        {"params": "*body*", "frozen": True},
-        {"params": "*", "frozen": True},
-        {"params": "*", "learning_rate": 0.5},
-        {"params": "*.weight", "weight_decay": 0.7},
-    ],
-    ids=str,
-)
-def test_what_techniques_add_is_reached_by_its_name_alone(rule):
+def test_what_techniques_add_is_reached_by_its_name_alone():
     """Scores, heads and projection keep rate and decay, and are trained, whatever rule the model around them has."""
-    model, rules = with_additions()
-    groups = parameter_groups(model, [GroupRule(**rule)], rules, BASE)
-    settings = {name: (group.learning_rate, group.weight_decay) for group in groups for name in group.parameters}
-    assert settings["body.mask_scores"] == (1e-2, 0.0)
-    for name in ("exit_heads.1.pooler", "distill_projection"):
-        assert (settings[f"{name}.weight"], settings[f"{name}.bias"]) == ((1e-3, 0.1), (1e-3, 0.0))
-    reached = [name for name in ("body.weight", "emb.weight") if settings.get(name) != (1e-3, 0.1)]
-    assert reached == (["body.weight"] if "body" in rule["params"] else ["body.weight", "emb.weight"])
-
-
-def test_all_that_the_techniques_add_trains_in_a_frozen_model():
-    """With all three techniques: the scores at their rate and without decay, the heads and the projection."""
-    _, techniques, model, _ = build(Case("all", 0, "fp32"))
-    rules = [rule for technique in techniques for rule in technique.parameter_rules(model)]
-    groups = parameter_groups(model, [GroupRule(params="*", frozen=True)], rules, BASE)
-    (scores,) = (group for group in groups if group.name == "*.mask_scores")
-    assert (scores.learning_rate, scores.weight_decay) == (1e-2, 0.0)
-    kinds = {re.findall("mask_scores|exit_heads|distill_projection|$", n)[0] for g in groups for n in g.parameters}
-    assert kinds == {"mask_scores", "exit_heads", "distill_projection"}
+    for rule, reached in (
+        ({"params": "*body*", "weight_decay": 0.01}, {"body.weight"}),
+        ({"params": "*", "frozen": True}, {"body.weight", "emb.weight"}),
+        ({"params": "*.weight", "weight_decay": 0.7}, {"body.weight", "emb.weight"}),
+    ):
+        model, rules = with_additions()
+        groups = parameter_groups(model, [GroupRule(**rule)], rules, BASE)
+        settings = {name: (group.learning_rate, group.weight_decay) for group in groups for name in group.parameters}
+        assert settings["body.mask_scores"] == (1e-2, 0.0)
+        for name in ("exit_heads.1.pooler", "distill_projection"):
+            assert (settings[f"{name}.weight"], settings[f"{name}.bias"]) == ((1e-3, 0.1), (1e-3, 0.0))
+        assert {name for name in ("body.weight", "emb.weight") if settings.get(name) != (1e-3, 0.1)} == reached
 
 
 def test_a_rule_that_names_what_a_technique_adds_decides_on_it():
@@ -139,7 +107,8 @@ class ToyTask:
 
 
 def test_the_objective_is_the_weighted_sum():
-    """The terms that it returns are unweighted and detached."""
+    """The terms that it returns are unweighted and detached. A term is weighed by the share of the units that it is a
+    mean over; terms whose unit has no share are not."""
     value = torch.tensor(1.5, requires_grad=True)
     loss, terms = Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 0.5, "toy.b": 10})(Forward(None, value, 0))
     assert float(loss.detach()) == 1.5 + 0.5 * 3 + 10 * 4.5
@@ -147,10 +116,6 @@ def test_the_objective_is_the_weighted_sum():
     assert not any(term.requires_grad for term in terms.values())
     loss.backward()
     assert float(value.grad) == 1 + 1 + 30
-
-
-def test_a_term_is_weighed_by_its_share_of_the_units_that_it_is_a_mean_over():
-    """Terms whose unit has no share are not weighed."""
     forward = Forward(None, torch.tensor(1.5), 0, {"label": 0.5, "token": 7.0})
     loss, terms = Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 0.5, "toy.b": 10})(forward)
     assert {name: float(term) for name, term in terms.items()} == {"task": 0.75, "toy.a": 3.0, "toy.b": 2.25}

@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,34 +80,34 @@ def test_a_cut_is_made_once_with_its_report(tiny_recipe, tmp_path):
     assert all(0 < part["error"] < 1 for part in report["parts"])
 
 
-@pytest.mark.parametrize("change", ["spec", "seed", "source", "data", "tokens", "unfinished"])
-def test_a_cut_of_something_else_is_made_anew(change, tiny_recipe, tmp_path, csv_folder):
+def test_a_cut_of_something_else_is_made_anew(tiny_recipe, tmp_path, csv_folder, monkeypatch):
     """Another share, seed, model, training file or list of tokens; and what a killed run has not finished."""
-    tokens = tmp_path / "tokens.txt"
+    tokens, made_of = tmp_path / "tokens.txt", []
     tokens.write_text("the\n")
-    listed = {"vocabulary": {"keep": str(tokens)}} if change == "tokens" else {}
-    folder = made(cut_recipe(tiny_recipe, **listed), tmp_path)
-    marker, changed = folder / "complete.json", copy.deepcopy(tiny_recipe)
-    before = marker.read_text()
-    if change == "seed":
-        changed["seed"] = 7
-    if change == "source":
-        changed["model"]["config"]["hidden_act"] = "relu"
-    if change == "data":
-        data = tmp_path / "data"
-        data.mkdir()
-        rows = (csv_folder / "train.csv").read_text().splitlines()
-        for name in ("train.csv", "validation.csv"):
-            (data / name).write_text("\n".join(rows[:100]) + "\n")
-        changed["task"]["data_dir"] = str(data)
-    if change == "unfinished":
-        marker.unlink()
-        (folder / "model.safetensors").write_bytes(b"")
-    if change == "tokens":
-        tokens.write_text("a\n")
-    assert made(cut_recipe(changed, **({"keep": 0.25} if change == "spec" else listed)), tmp_path) == folder
-    assert (marker.read_text() == before) == (change == "unfinished")
-    assert sizes_of(load_with_head(folder, CLASSIFIER))["neurons"] == [16 if change == "spec" else 32] * 2
+    result = SimpleNamespace(summary="", save=lambda target: target.mkdir(exist_ok=True))
+    monkeypatch.setattr(starting_models, "cut_of", lambda *given: made_of.append(given) or result)
+
+    def is_made_anew(recipe: dict, **cut: object) -> bool:
+        before = len(made_of)
+        made(cut_recipe(recipe, **{"vocabulary": {"keep": str(tokens)}} | cut), tmp_path)
+        return len(made_of) > before
+
+    assert [is_made_anew(tiny_recipe) for _ in range(2)] == [True, False]
+    assert is_made_anew(tiny_recipe, keep=0.25)
+    assert is_made_anew(tiny_recipe | {"seed": 7})
+    other = copy.deepcopy(tiny_recipe)
+    other["model"]["config"]["hidden_act"] = "relu"
+    assert is_made_anew(other)
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train.csv", "validation.csv"):
+        (data / name).write_text("\n".join((csv_folder / "train.csv").read_text().splitlines()[:100]) + "\n")
+    assert is_made_anew(tiny_recipe | {"task": tiny_recipe["task"] | {"data_dir": str(data)}})
+    assert [is_made_anew(tiny_recipe) for _ in range(2)] == [True, False]
+    tokens.write_text("a\n")
+    assert is_made_anew(tiny_recipe)
+    (tmp_path / "small" / "complete.json").unlink()
+    assert is_made_anew(tiny_recipe)
 
 
 def test_a_rehearsal_makes_the_shape_of_a_cut_without_calibration(tiny_recipe, tmp_path, monkeypatch):
@@ -129,17 +130,6 @@ def test_a_host_without_the_cut_makes_all_ranks_cut(tiny_recipe, tmp_path, monke
     monkeypatch.setattr(starting_models, "cut_of", lambda *given: calls.append(given) or result)
     assert times_in(made(recipe, tmp_path)) == before
     assert len(calls) == 1
-
-
-def test_the_summary_of_a_weight_cut_counts_weights_and_tokens():
-    """Also where fewer tokens make the model smaller; of heads and neurons it counts parameters."""
-    part = {"name": "layer", "count": 100, "kept": 30, "error": 0.1}
-    report = {"parameters": {"before": 250, "after": 200}, "seconds": 1, "tokens": {"before": 40, "after": 20}}
-    for unit, words in (("weights", "100 -> 30 weights of the encoder"), ("neurons", "250 -> 200 parameters")):
-        assert (
-            f"{words}, 40 -> 20 tokens, error"
-            in CutResult(None, None, report | {"parts": [part | {"unit": unit}]}).summary
-        )
 
 
 def test_what_is_made_has_the_precision_of_its_source(tiny_recipe, tmp_path):

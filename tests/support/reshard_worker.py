@@ -16,7 +16,6 @@ import deepspeed
 import torch
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
 from ds_trainer.engine import engine, reshard
@@ -25,7 +24,6 @@ from ds_trainer.ranks import distributed
 
 MICRO, BATCH, SAVED_AT, STEPS = 2, 8, 3, 5
 BASE = Hyperparameters(1e-2, 0.1)
-TENSORS = ("fp32", "exp_avg", "exp_avg_sq")
 
 
 class Tied(nn.Module):
@@ -114,73 +112,11 @@ def train(running: engine.Engine, steps: range) -> list[float]:
     return losses
 
 
-def state_of(running: engine.Engine) -> dict[str, Any]:
-    """All that a checkpoint has to carry, by parameter name: read with DeepSpeed's own means, every rank takes part."""
-    state: dict[str, Any] = {
-        "counts": [running.global_steps, running.global_samples, running.skipped_steps],
-        "schedule": running.lr_scheduler.state_dict() | {"lr_lambdas": None},
-        "groups": [{k: v for k, v in g.items() if k != "params"} for g in running.optimizer.param_groups],
-        "scaler": scaler_of(running.optimizer),
-        "buffer seen": running.module.seen.clone(),
-    }
-    if hasattr(running.optimizer, "_hp_optimizer_states_linked") and any(base(running).state.values()):
-        # the first group's update links all groups' states, those of the others before they are there
-        running.optimizer._hp_optimizer_states_linked = False
-        running.optimizer._lazy_init_hp_params_optimizer_state()
-    for name, parameter in running.module.named_parameters():
-        state[f"model {name}"] = whole(parameter)
-        # DeepSpeed's means give other parameters' values here; the steps that follow show whether all is in its place
-        robin = running.config["zero_optimization"].get("round_robin_gradients")
-        if parameter.requires_grad and not robin:
-            for key, value in zip(TENSORS, masters_of(running, parameter), strict=True):
-                state[f"{key} {name}"] = torch.zeros_like(whole(parameter)).float() if value is None else value.clone()
-    steps = {float(state["step"]) for state in base(running).state.values() if "step" in state}
-    state["step"] = sorted(steps)
-    return state
-
-
-def base(running: engine.Engine) -> torch.optim.Optimizer:
-    return getattr(running.optimizer, "optimizer", running.optimizer)
-
-
-def whole(parameter: nn.Parameter) -> torch.Tensor:
-    with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
-        return parameter.detach().clone()
-
-
-def masters_of(running: engine.Engine, parameter: nn.Parameter) -> list[torch.Tensor | None]:
-    """fp32 weights and both moments."""
-    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
-        stepped = any(base(running).state.values())
-        moments = [safe_get_full_optimizer_state(parameter, key) if stepped else None for key in TENSORS[1:]]
-        return [safe_get_full_fp32_param(parameter), *moments]
-    master, optimizer, cut = parameter, running.optimizer, slice(None)
-    for g, group in enumerate(getattr(optimizer, "fp16_groups", [])):
-        start = 0
-        for i, half in enumerate(group):
-            if half is parameter and hasattr(optimizer, "fp32_groups_flat"):
-                master, cut = optimizer.fp32_groups_flat[g], slice(start, start + half.numel())
-            elif half is parameter:
-                master = optimizer.fp32_groups[g][i]
-            start += half.numel()
-    state = base(running).state.get(master, {})
-    values = [master.detach(), *(state.get(key) for key in TENSORS[1:])]
-    return [None if value is None else value.flatten()[cut].view(parameter.shape) for value in values]
-
-
-def scaler_of(optimizer: Any) -> list[float] | None:
-    scaler = getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None)
-    dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
-    return [scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter] if dynamic else None
-
-
-def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The entries whose bits are not the same."""
-    same = {
-        key: torch.equal(value, after[key]) if torch.is_tensor(value) else value == after[key]
-        for key, value in before.items()
-    }
-    return [key for key, equal in same.items() if not equal] + sorted(after.keys() - before.keys())
+def weights_of(running: engine.Engine) -> dict[str, torch.Tensor]:
+    """What the engine computes with, by DeepSpeed's own means: all parameters whole, and the buffer."""
+    parameters = dict(running.module.named_parameters())
+    with deepspeed.zero.GatheredParameters([p for p in parameters.values() if hasattr(p, "ds_id")]):
+        return {name: p.detach().clone() for name, p in parameters.items()} | {"seen": running.module.seen.clone()}
 
 
 def save(running: engine.Engine, folder: Path, tag: str) -> None:
@@ -190,31 +126,31 @@ def save(running: engine.Engine, folder: Path, tag: str) -> None:
 
 
 def make_source(folder: Path, precision: str, stage: int) -> None:
-    """Train, save, note the state, and go on to know what follows."""
+    """Train, save, note the weights, and go on to know what follows."""
     name = f"{precision}-zero{stage}-ranks{distributed.world_size()}"
     running = started(precision, stage, Tied(seed=0))
     train(running, range(SAVED_AT))
     save(running, folder, name)
-    state = state_of(running)
-    losses = train(running, range(SAVED_AT, STEPS))
+    weights, losses = weights_of(running), train(running, range(SAVED_AT, STEPS))
     if distributed.is_main():
-        torch.save({"state": state, "losses": losses}, folder / f"{name}.pt")
+        torch.save({"weights": weights, "losses": losses}, folder / f"{name}.pt")
     engine.stop_engine(running)
 
 
 def load_source(folder: Path, source: str, stage: int, keep: str | None = None) -> dict[str, Any]:
-    """Load it under `stage` and this number of ranks; save again under the name `keep`; go on."""
+    """Load it under `stage` and this number of ranks; save again, under the name `keep`; go on."""
     running = started(source.split("-")[0], stage, Tied(seed=1))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         reshard.load(running, folder / source)
-    expected = torch.load(folder / f"{source.split('+')[0]}.pt", weights_only=False)
-    different = differences(expected["state"], state_of(running))
-    if keep:
-        save(running, folder, keep)
-    losses = train(running, range(SAVED_AT, STEPS))
-    result = {"source": source, "stage": stage, "different": different, "losses": losses, "printed": printed.getvalue()}
+    expected = torch.load(folder / f"{source.split('+')[0]}.pt")
+    weights = weights_of(running)
+    different = [name for name, value in expected["weights"].items() if not torch.equal(value, weights[name])]
+    keep = keep or f"{source}-as-zero{stage}-ranks{distributed.world_size()}"
+    save(running, folder, keep)
+    result = {"source": source, "kept": keep, "different": different, "printed": printed.getvalue()}
+    result |= {"losses": train(running, range(SAVED_AT, STEPS)), "expected": expected["losses"]}
     engine.stop_engine(running)
-    return result | {"expected": expected["losses"]}
+    return result
 
 
 def refusals(folder: Path, source: str) -> list[str]:
