@@ -1,4 +1,7 @@
-"""Runs under DeepSpeed's launcher, and torchrun, whose processes are hit: no rank trains on alone, nothing is lost."""
+"""Runs under DeepSpeed's launcher, and torchrun, whose processes are hit: no rank trains on alone, nothing is lost.
+
+The launchers run as they are, but that they fork where they would start Python.
+"""
 
 from __future__ import annotations
 
@@ -14,55 +17,41 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.forked_ranks import FORK_PYTHONS, ForkedRun
 from support.killing import ENDLESS, PHASE, status_of, trained
-from support.launching import ROOT, chosen, environment, free_port
-
-BIN = Path(sys.executable).parent
+from support.launching import ROOT, free_port
 
 
+@dataclass(frozen=True)
 class Launched:
-    """A training command under a launcher, in a session of its own, all of which ends with the test."""
+    """A training command under a launcher, in a session of its own."""
 
-    def __init__(self, launcher: list[str], output: Path, *arguments: str) -> None:
-        files = ["--deepspeed_config", "ds_configs/zero2.json", "--output_dir", str(output), *arguments]
-        command = [str(BIN / launcher[0]), *launcher[1:], "--master_port", str(free_port()), "launch/train.py", *files]
-        self.output, self.log = output, output.with_name("said.txt")
-        self.process = psutil.Popen(
-            command,
-            cwd=ROOT,
-            env=environment(),
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    run: ForkedRun
 
     @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
+    def runner(self) -> psutil.Process:
+        return psutil.Process(self.run.pids[0])
 
     @property
     def launcher(self) -> psutil.Process:
-        return self.process.children()[0]
+        return self.runner.children()[0]
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        return sorted(self.launcher.children(), key=lambda process: process.environ()["RANK"])
+        return self.launcher.children()
 
     def alive(self) -> list[psutil.Process]:
         """Those of the run's session that still run."""
-        own = [process for process in psutil.process_iter(["pid"]) if _session(process.pid) == self.process.pid]
+        own = [process for process in psutil.process_iter() if _session(process.pid) == self.run.pids[0]]
         return [process for process in own if process.status() != psutil.STATUS_ZOMBIE]
-
-    def wait_until(self, reached: Callable[[], object], seconds: float = 180) -> None:
-        end = time.monotonic() + seconds
-        while not reached():
-            assert time.monotonic() < end, f"not reached in {seconds} s:\n{self.text[-4000:]}"
-            time.sleep(0.02)
 
     def end(self) -> int:
         """The exit code of the command, once no process of the run is left."""
-        self.wait_until(lambda: self.process.poll() is not None and not self.alive())
-        return self.process.returncode
+        end = time.monotonic() + 120
+        while self.alive():
+            assert time.monotonic() < end, f"{self.alive()} still run:\n{self.run.text[-4000:]}"
+            time.sleep(0.02)
+        return self.run.codes()[0]
 
 
 def _session(pid: int) -> int:
@@ -73,15 +62,20 @@ def _session(pid: int) -> int:
 
 
 @pytest.fixture
-def launched() -> Iterator[Callable[..., Launched]]:
-    """Launch runs, of which nothing is left at the end of the test."""
-    runs: list[Launched] = []
+def launch(server, words, tmp_path) -> Iterator[Callable[..., Launched]]:
+    """Launch a run, of which nothing is left at the end of the test."""
+    runs = []
 
-    def launch(*arguments) -> Launched:
-        runs.append(Launched(*arguments))
+    def start(launcher: str, *arguments: str) -> Launched:
+        name, *flags = launcher.split()
+        files = ["--deepspeed_config", "ds_configs/zero2.json", "--output_dir", str(tmp_path / "out"), *words]
+        command = [str(Path(sys.executable).with_name(name)), *flags, "--master_port", str(free_port())]
+        logs = (tmp_path / "log.txt",) * 2
+        run = server.start(0, [*command, "launch/train.py", *files, *arguments], logs, {0: FORK_PYTHONS})
+        runs.append(Launched(run))
         return runs[-1]
 
-    yield launch
+    yield start
     for process in [process for run in runs for process in run.alive()]:
         process.kill()
 
@@ -97,37 +91,38 @@ class Hit:
 
 
 HITS = {
-    "SIGKILL of the runner": Hit(lambda run: run.process.kill(), (-9,), "stopped", "its launcher is gone"),
+    "SIGKILL of the runner": Hit(lambda run: run.runner.kill(), (-9,), "stopped", "its launcher is gone"),
     "SIGTERM to the launcher": Hit(lambda run: run.launcher.terminate(), (1,), "stopped", "SIGTERM"),
-    "SIGTERM to the runner": Hit(lambda run: run.process.terminate(), (-15,), "stopped", "its launcher is gone"),
+    "SIGTERM to the runner": Hit(lambda run: run.runner.terminate(), (-15,), "stopped", "its launcher is gone"),
     # the launcher answers Ctrl-C with SIGTERM, and either may come first
-    "Ctrl-C": Hit(lambda run: os.killpg(run.process.pid, signal.SIGINT), (-2, 1), "stopped", "SIGINT|SIGTERM"),
+    "Ctrl-C": Hit(lambda run: os.killpg(run.runner.pid, signal.SIGINT), (-2, 1), "stopped", "SIGINT|SIGTERM"),
     "SIGKILL of the launcher": Hit(lambda run: run.launcher.kill(), (0,), "stopped", "its launcher is gone"),
     "SIGUSR1 to a rank": Hit(lambda run: run.ranks[1].send_signal(signal.SIGUSR1), (5,), "stopped", "SIGUSR1"),
     "SIGKILL of a rank": Hit(lambda run: run.ranks[1].kill(), (247, 4), "failed", r"rank 1 \(host"),
 }
 
 
-@pytest.mark.parametrize("name", chosen(HITS, lambda name: name == "SIGKILL of the runner"))
-def test_a_run_whose_processes_are_hit_ends_with_all_of_them(launched, words, tmp_path, name):
+@pytest.mark.parametrize("name", HITS)
+def test_a_run_whose_processes_are_hit_ends_with_all_of_them(launch, name):
     """No process is left, the code and status.json are as documented, and what was saved is named."""
-    hit, run = HITS[name], launched(["deepspeed", "--num_gpus", "2"], tmp_path / "out", *words, *ENDLESS)
-    run.wait_until(lambda: trained(run.output) or run.process.poll() is not None)
-    hit.act(run)
-    assert run.end() in hit.codes, run.text[-4000:]
+    hit, launched = HITS[name], launch("deepspeed --num_gpus 2", *ENDLESS)
+    run = launched.run
+    assert run.wait_until(lambda: trained(run.output)), run.text[-4000:]
+    hit.act(launched)
+    assert launched.end() in hit.codes, run.text[-4000:]
     status = status_of(run.output)
     assert status["state"] == hit.state
     assert re.search(hit.message, status["message"])
     assert status["left"] in run.text
 
 
-def test_torchrun_restarts_a_run(launched, words, tmp_path):
+def test_torchrun_restarts_a_run(launch):
     """PyTorch's elastic agent starts all ranks again after one was killed; DeepSpeed 0.19.8 no longer has its own."""
-    launcher = ["torchrun", "--nproc_per_node", "1", "--max-restarts", "1"]
-    run = launched(launcher, tmp_path / "out", *words, "--resume")
-    run.wait_until(lambda: list(run.output.glob("checkpoint-*/complete.json")) or run.process.poll() is not None)
+    launched = launch("torchrun --nproc_per_node 2 --max-restarts 1", "--resume")
+    run = launched.run
+    assert run.wait_until(lambda: list(run.output.glob("checkpoint-*/complete.json"))), run.text[-4000:]
     os.kill(status_of(run.output)["process"], signal.SIGKILL)
-    assert run.end() == 0, run.text[-4000:]
+    assert launched.end() == 0, run.text[-4000:]
     assert f"{PHASE}: resumed from " in run.text
     assert status_of(run.output)["state"] == "finished"
 

@@ -81,7 +81,8 @@ class ForkServer:
     """Starts runs, one after the other or several at once. It ends when it is left, or with this process."""
 
     def __init__(self) -> None:
-        command, pipe = [sys.executable, __file__], subprocess.PIPE
+        # by its last word a rank that is forked from a launcher knows that as DeepSpeed's, whose end ends the rank
+        command, pipe = [sys.executable, __file__, "deepspeed"], subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=pipe, stdout=pipe, text=True)
         assert self._answer() == "ready"
 
@@ -215,26 +216,79 @@ def _become(request: dict, rank: int) -> NoReturn:
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # else a process that stays keeps the server's requests
     for stream, name in enumerate(request["logs"], start=1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    script, *arguments = request["words"]
-    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
+    _set_environment(request["environment"])
+    words = request["words"]
     if request["ranks"]:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "LOCAL_SIZE": request["ranks"]}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "CROSS_RANK": 0, "CROSS_SIZE": 1}
         os.environ.update({name: str(value) for name, value in place.items()})
-        sys.argv.insert(1, f"--local_rank={rank}")
+        words.insert(1, f"--local_rank={rank}")
+    exec(request["sabotage"].get(str(rank), ""), {})
+    _run_python(words)
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _run_python(words: list[str]) -> NoReturn:
+    """Do what `python WORDS` does, in this process: run a script, or with -m a module."""
     code: object = 1
+    words = [word for word in words if word != "-u"]
     try:
-        exec(request["sabotage"].get(str(rank), ""), {})
-        runpy.run_path(script, run_name="__main__")
+        if words[0] == "-m":
+            sys.argv, sys.path[0] = words[1:], os.getcwd()
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
+            runpy.run_path(words[0], run_name="__main__")
         code = 0
     except SystemExit as end:
-        code = end.code
+        code = end.code or 0
     except BaseException:  # noqa: BLE001 - it is printed, and the process ends here whatever it was
         traceback.print_exc()
     sys.stdout.flush()
     os._exit(code if isinstance(code, int) else 1)
+
+
+FORK_PYTHONS = "from support.forked_ranks import fork_pythons; fork_pythons()"
+"""What a process runs before its script, as `sabotage`, so that it forks where it would start Python."""
+
+
+def fork_pythons() -> None:
+    """Have this process, and those that it starts, fork where they would start Python again.
+
+    So what starts processes, as DeepSpeed's launcher and torchrun do, runs as it is, without loading all for each.
+    """
+    start, launchers = (
+        subprocess._fork_exec,
+        [str(Path(sys.executable).with_name(n)) for n in ("deepspeed", "torchrun")],
+    )
+
+    def fork(words, *others):
+        # as _posixsubprocess.fork_exec takes them: pairs of pipe ends for the three streams, and one for an error
+        folder, environment, pipes, new_session = others[3], others[4], others[5:13], others[14]
+        words = list(map(os.fsdecode, words))
+        if words[0] not in (sys.executable, *launchers) or "-c" in words:
+            return start(words, *others)
+        if pid := os.fork():
+            return pid
+        if new_session:
+            os.setsid()
+        for stream, end in enumerate((pipes[0], pipes[3], pipes[5])):
+            if end != -1:
+                os.dup2(end, stream)
+        for end in {*pipes} - {-1, 0, 1, 2}:
+            os.close(end)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.chdir(folder or ".")
+        if environment is not None:
+            _set_environment(dict(os.fsdecode(entry).split("=", 1) for entry in environment))
+        _run_python(words if words[0] in launchers else words[1:])
+
+    subprocess._fork_exec = fork
 
 
 if __name__ == "__main__":
