@@ -25,7 +25,7 @@ from ds_trainer.deploy.measuring import (
     placed,
     sample_inputs,
 )
-from ds_trainer.deploy.onnx_file import check_onnx, predictor, quantise, session, write_onnx
+from ds_trainer.deploy.onnx_file import predictor, session, write_checked
 from ds_trainer.files.messages import aligned, markdown
 from ds_trainer.files.writing import write_json, write_whole
 from ds_trainer.models import pretrained
@@ -129,15 +129,10 @@ def cases_of(job: BenchmarkJob, devices: Sequence[str]) -> tuple[list[Case], lis
 
 def _export(model: MeasuredModel, stem: Path, int8: bool) -> Iterator[str]:
     """Write the .onnx file of a model, and a copy in int8 if requested; yield notes on what is not as in torch."""
-    path, small = stem.with_suffix(".onnx"), stem.with_suffix(f".{INT8}.onnx")
+    path, small = stem.with_suffix(".onnx"), stem.with_suffix(f".{INT8}.onnx") if int8 else None
     try:
-        samples = sample_inputs(model.model)
-        write_onnx(model.model, samples[0], path)
-        check_onnx(model.model, path, samples)
-        model.onnx_files["fp32"] = path
-        if int8:
-            quantise(path, small)
-            model.onnx_files[INT8] = small
+        write_checked(model.model, sample_inputs(model.model), path, small)
+        model.onnx_files = {"fp32": path} | ({INT8: small} if small else {})
     except Exception as error:  # noqa: BLE001 - exporters raise many kinds of errors; other backends are measured
         yield f"no ONNX file: {in_a_line(error)}"
     if model.task and model.task.own_inputs:

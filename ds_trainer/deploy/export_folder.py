@@ -7,10 +7,8 @@ behind. Exit heads are no part of an .onnx file, which holds the plain model.
 import copy
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +121,14 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
         if task:
             scores["compact"] = score_folder(task, made, job.batch_size).scores
     if job.onnx:
-        report |= _onnx(job, model, batches, made)
+        if has_exits(job.model):
+            distributed.warn(
+                f"{job.model} has exit heads: the .onnx file holds the plain model, which never exits early"
+            )
+        if job.compact:
+            distributed.warn(f"{ONNX_FILE} holds the weights as they were before they were made compact")
+        small = made / INT8_FILE if job.quantize else None
+        report |= onnx_file.write_checked(model, batches, made / ONNX_FILE, small, torch.get_num_threads())
         if not (job.writes_folder or job.adds_onnx):
             _write_beside_onnx(job, model, task, made)
         for name in ("onnx", "int8"):
@@ -173,26 +178,6 @@ def _shrunk(source: Path, model: Any, batches: list[onnx_file.Inputs], folder: P
     compared = onnx_file.compare(model, onnx_file.by_torch(shrunk), batches)
     check_same(compared, tolerance_in(pretrained.dtype_of(folder)), "the shrunk model's outputs")
     return shrunk, compared | {"weights": total_weights(shrunk)}
-
-
-def _onnx(job: ExportJob, model: Any, batches: list[onnx_file.Inputs], made: Path) -> dict[str, Any]:
-    if has_exits(job.model):
-        distributed.warn(f"{job.model} has exit heads: the .onnx file holds the plain model, which never exits early")
-    if job.compact:
-        distributed.warn(f"{ONNX_FILE} holds the weights as they were before they were made compact")
-    target, small, threads = made / ONNX_FILE, made / INT8_FILE, torch.get_num_threads()
-    started = time.perf_counter()
-    with as_user_error(f"{job.model} cannot be written as ONNX"):
-        onnx_file.write_onnx(model, batches[0], target)
-    seconds = round(time.perf_counter() - started, 1)
-    compared = onnx_file.check_onnx(model, target, batches, threads)
-    report = {"onnx": {"file": ONNX_FILE, "bytes": target.stat().st_size, "seconds": seconds, **compared}}
-    if job.quantize:
-        with as_user_error(f"{job.model} cannot be quantised"):
-            onnx_file.quantise(target, small)
-        compared = onnx_file.compare(model, partial(onnx_file.outputs, onnx_file.session(small, threads)), batches)
-        report["int8"] = {"file": INT8_FILE, "bytes": small.stat().st_size, **compared}
-    return report
 
 
 def _write_beside_onnx(job: ExportJob, model: Any, task: Task | None, made: Path) -> None:

@@ -10,6 +10,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -77,6 +78,24 @@ def write_onnx(model: Any, inputs: Inputs, path: Path) -> None:
             )
     finally:
         model.set_attn_implementation(attention)
+
+
+def write_checked(
+    model: Any, batches: Sequence[Inputs], path: Path, small: Path | None = None, threads: int = 1
+) -> dict[str, dict[str, Any]]:
+    """Write a model as `path`, once it agrees with the model on the batches, and a copy in int8 as `small`, if given.
+
+    Returns name, bytes and `differences` of the files, as "onnx" and "int8". UserError says why there is no file.
+    """
+    with as_user_error("the model cannot be written as ONNX"):
+        write_onnx(model, batches[0], path)
+    report = {"onnx": {"file": path.name, "bytes": path.stat().st_size, **check_onnx(model, path, batches, threads)}}
+    if small:
+        with as_user_error("the model cannot be quantised"):
+            quantise(path, small)
+        compared = compare(model, partial(outputs, session(small, threads)), batches)
+        report["int8"] = {"file": small.name, "bytes": small.stat().st_size, **compared}
+    return report
 
 
 def session(path: Path, threads: int) -> InferenceSession:

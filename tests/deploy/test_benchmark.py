@@ -147,7 +147,7 @@ def test_what_a_backend_cannot_do_is_a_note(
     def too_large(_: Any) -> Any:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
 
-    monkeypatch.setattr(benchmark, "write_onnx", fail)
+    monkeypatch.setattr(benchmark, "write_checked", fail)
     monkeypatch.setattr(measuring, "eager", lambda model: too_large if model.config.num_labels == 2 else eager(model))
     AlbertModel(AlbertConfig(hidden_size=16, num_attention_heads=2, vocab_size=40)).save_pretrained(tmp_path / "large")
     results = measured(plain, tmp_path / "large", *FAST, "--backends", "torch", "onnxruntime")
@@ -159,7 +159,7 @@ def test_what_a_backend_cannot_do_is_a_note(
     assert "see below" in aligned(benchmark.times(results))
     assert f"large, torch, cpu, fp32, threads 1, 8 tokens, batch 1: {note}" in benchmark.remarks(results)
     monkeypatch.undo()
-    monkeypatch.setitem(benchmark.check_onnx.__globals__, "TOLERANCE", -1.0)  # it is compared with its model
+    monkeypatch.setitem(benchmark.write_checked.__globals__, "TOLERANCE", -1.0)  # it is compared with its model
     assert "differ from the model's" in measured(plain, *FAST, "--backends", "onnxruntime")["notes"][0]
 
 
