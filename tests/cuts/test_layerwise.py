@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.calibrated import CPU, calibration, inputs_seen
+from support.calibrated import calibration, inputs_seen
 from support.launching import chosen
 from support.zeroed import FAMILIES, KIN, bare_of, empty, model_of, uneven
-from torch import Tensor
 
 from ds_trainer.cuts.blocks import cut_places, with_grams
 from ds_trainer.cuts.layerwise import Layerwise
-from ds_trainer.cuts.surgeon import Fitting, Gram
 from ds_trainer.models.layers import layers_of
 from ds_trainer.models.shrink import shrink
 from ds_trainer.recipe.cut_specs import CutSpec
@@ -92,38 +90,3 @@ def test_padding_does_not_count_where_a_model_flattens_its_tokens() -> None:
         assert {gram.tokens for gram in grams.values()} == {45}
         for name, inputs in inputs_seen(model, grams, given).items():
             torch.testing.assert_close(grams[name].products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
-
-
-def fitting(*batches: Tensor, bias: bool, damping: float = 0.0) -> Fitting:
-    gram = Gram(batches[0].shape[1], CPU)
-    for batch in batches:
-        gram.add(batch)
-    return Fitting(torch.nn.Linear(batches[0].shape[1], 2, bias), gram, damping)
-
-
-def test_moments_are_those_of_all_tokens() -> None:
-    """Second moments, or the covariance where a bias is fitted too, over batches of different sizes, one of them empty.
-
-    Damping comes on top, as a share of the mean diagonal; the mean squares are those without it.
-    """
-    batches = [torch.randn(rows, 6) + torch.arange(6) for rows in (5, 1, 0, 30)]
-    inputs = torch.cat(batches).double()
-    moments, covariance = inputs.T @ inputs / 36, inputs.T.cov(correction=0)
-    for bias, expected in ((False, moments), (True, covariance)):
-        torch.testing.assert_close(fitting(*batches, bias=bias).damped, expected, rtol=1e-5, atol=1e-5)
-        damped = fitting(*batches, bias=bias, damping=0.1)
-        damping = 0.1 * expected.diagonal().mean() * torch.eye(6)
-        torch.testing.assert_close(damped.damped, expected + damping, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(damped.squares, moments.diagonal(), rtol=1e-5, atol=1e-5)
-
-
-def test_a_small_variance_beside_a_large_mean_is_not_rounded_away() -> None:
-    """Inputs of 1,000 +- 0.01, whose squares differ by less than fp32 can tell, and constants: the latter vary by 0."""
-    inputs = 1000 + 0.01 * torch.randn(4000, 3)
-    inputs[:, 2] = 1000.1
-    damped = fitting(*inputs.split(500), bias=True).damped
-    expected = inputs.double().T.cov(correction=0)
-    torch.testing.assert_close(damped, expected, rtol=1e-3, atol=2e-6)
-    for value in (0.0, 3.5):  # and the moments of nothing but constants have an inverse
-        constant = fitting(torch.full((9, 4), value), bias=True, damping=0.01)
-        assert torch.linalg.inv(constant.damped).isfinite().all()

@@ -86,35 +86,23 @@ def test_an_encoder_without_a_pooling_layer_is_cut_to_one_without() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("criterion", CRITERIA)
-@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
-def test_the_layer_that_changes_nothing_is_dropped(family: str, criterion: str) -> None:
-    """The model then computes as with that layer skipped, and here, where it adds nothing, as before."""
-    model = decoder(family)
-    _, idle, _ = layers_of(model).values()
-    for block in blocks_of(idle):
-        for parameter in idle.get_submodule(block.outer).parameters():
-            parameter.mul_(1e-3)
-    hook = idle.register_forward_hook(lambda _, given, out: given[0])
-    skipped = logits_of(model)
-    hook.remove()
-    if family == "gemma2":  # the norms after its blocks undo small weights
-        for norm in (idle.post_attention_layernorm, idle.post_feedforward_layernorm):
-            norm.weight.fill_(-1 + 1e-3)
-    small, _, report = cut_sizes(model, GIVEN, CutSpec(layers=2, layer_criterion=criterion))
-    assert report["sizes"]["layers"] == [0, 2]
-    torch.testing.assert_close(logits_of(small), skipped)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_layers_that_change_nothing_are_dropped_wherever_they_are(criterion: str) -> None:
-    """Two of five, one after the other, and the model is as without them."""
-    model = decoder("llama", num_hidden_layers=5)
-    for layer in [*layers_of(model).values()][1:4:2]:
-        for block in blocks_of(layer):
-            layer.get_submodule(block.outer).weight.mul_(1e-3)
-    _, _, report = cut_sizes(model, GIVEN, CutSpec(layers=3, layer_criterion=criterion))
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "llama"])
+def test_layers_that_change_nothing_are_dropped_wherever_they_are(family: str, criterion: str) -> None:
+    """Two of five, one after the other: the model then computes as with these layers skipped."""
+    config = {"n_layer" if family == "gpt2" else "num_hidden_layers": 5}
+    model = decoder(family, **config)
+    for idle in [*layers_of(model).values()][1:4:2]:
+        for block in blocks_of(idle):
+            for parameter in idle.get_submodule(block.outer).parameters():
+                parameter.mul_(1e-3)
+        if family == "gemma2":  # the norms after its blocks undo small weights
+            for norm in (idle.post_attention_layernorm, idle.post_feedforward_layernorm):
+                norm.weight.fill_(-1 + 1e-3)
+    small, _, report = cut_sizes(copy.deepcopy(model), GIVEN, CutSpec(layers=3, layer_criterion=criterion))
     assert report["sizes"]["layers"] == [0, 2, 4]
+    for idle in [*layers_of(model).values()][1:4:2]:
+        idle.register_forward_hook(lambda _, given, out: given[0])
+    torch.testing.assert_close(logits_of(small), logits_of(model))
 
 
 def test_documents_of_a_packed_row_are_observed_as_if_alone() -> None:
@@ -167,24 +155,18 @@ def test_channels_that_hold_nothing_are_cut_without_a_change(family: str) -> Non
     ("family", "spec", "message"),
     [
         ("gpt2", {"heads": 0.5}, "cannot say fewer heads of the same width"),
-        ("olmo2", {"heads": 0.5}, "cannot say fewer heads of the same width"),
         ("llama", {"layers": 4}, "layers is 4, and the model has 3"),
         ("llama", {"width": 18}, "refuses a width of 18 with 4 heads"),
         ("gpt2", {"width": 27}, "each head of a gpt2 is 8 wide: write a multiple of 8"),
         ("llama", {"layers": 0.9}, "rounds to all that the model has"),
         ("electra", {"width": 16}, "with a width of 16 the class ElectraModel has other weights than this model"),
-        ("opt", {"width": 0.5}, "OPT"),
         ("deberta-v2", {"width": 0.5}, "cannot say fewer heads of the same width"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(family: str, spec: dict[str, Any], message: str) -> None:
     """Before any calibration example is run, and by the rehearsal."""
-    if family == "opt":
-        tiny = {"hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-        model = transformers.OPTForCausalLM(transformers.OPTConfig(**tiny, ffn_dim=24, vocab_size=64))
-    else:
-        model = bare_of(family) if family in ENCODERS else decoder(family)
-    with pytest.raises((UserError, ValueError), match=message):
+    model = bare_of(family) if family in ENCODERS else decoder(family)
+    with pytest.raises(UserError, match=message):
         outline_of_sizes(model, CutSpec(**spec))
 
 

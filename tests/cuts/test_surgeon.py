@@ -1,4 +1,4 @@
-"""The order in which optimal brain surgeon removes inputs, what that costs, and what the kept weights become."""
+"""Surgery on one linear layer: what is removed, at which error, and what the kept weights and the moments become."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,19 @@ import torch
 from torch import Tensor
 
 from ds_trainer.cuts import surgeon
-from ds_trainer.cuts.surgeon import Removal, least_squares, magnitude_removal, output_error, removal
+from ds_trainer.cuts.surgeon import (
+    Fitting,
+    Gram,
+    Pattern,
+    Removal,
+    admm_mask,
+    masked_least_squares,
+    output_error,
+    removal,
+)
 
 OUTPUTS = 5
+WEIGHTS, FOUR, BLOCKS = Pattern(), Pattern(group=4), Pattern(block=(4, 3))
 
 
 def layer(features: int, seed: int = 0, outputs: int = OUTPUTS) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,51 +67,89 @@ def test_the_order_and_the_costs_are_those_of_trying_every_group(features, width
     assert greedy.errors == pytest.approx(brute.errors, rel=1e-8, abs=1e-10)
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_the_surgeon_is_better_than_magnitude(width):
-    """On 100 layers, against the smallest weights removed and the others as they are: less lost at every count.
+@pytest.fixture
+def sparse():
+    """A weight (16, 24), and the covariance of its inputs: of unlike variances, some nearly dependent on others."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)  # noqa: E731
+    inputs = (draw(400, 10) @ draw(10, 24) + 0.3 * draw(400, 24)) * torch.linspace(0.3, 3, 24)
+    return draw(16, 24), inputs.T @ inputs / len(inputs)
 
-    It is no theorem: greedy removal is not the best of all choices, and is worse on one layer in hundreds.
+
+def solved(weight, covariance, share, pattern):
+    mask, values = admm_mask(weight, covariance, share, pattern)
+    return masked_least_squares(weight, covariance, mask, values)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.15, 0.5, 1.0])
+def test_exactly_the_share_is_kept(sparse, share):
+    """A mask keeps the rounded share of all weights, and at least one; the values are zero elsewhere."""
+    mask, values = admm_mask(*sparse, share, WEIGHTS)
+    assert int(mask.count_nonzero()) == max(1, round(share * mask.numel()))
+    assert values[~mask].abs().max() == 0 if share < 1 else torch.allclose(values, sparse[0])
+    each = Pattern(group=24).mask(sparse[0].square(), share).sum(1)
+    assert (each == max(1, round(share * 24))).all()
+
+
+def test_blocks_are_kept_whole_and_those_at_an_edge_are_smaller():
+    """A block is kept or removed as one, by its mean score; blocks of (4, 3) divide (6, 7) into 2 by 3."""
+    scores = torch.rand(6, 7, dtype=torch.float64)
+    means = torch.stack([torch.stack([p.mean() for p in row.split(3, 1)]) for row in scores.split(4)])
+    mask = BLOCKS.mask(scores, 0.5)
+    kept = [[part.unique().tolist() for part in row.split(3, 1)] for row in mask.split(4)]
+    assert kept == [[[bool(mean >= means.flatten().sort().values[3])] for mean in row] for row in means]
+
+
+@pytest.mark.parametrize("pattern", [WEIGHTS, FOUR, BLOCKS], ids=["weight", "2:4", "block"])
+def test_the_error_of_a_pattern_is_below_that_of_the_largest_weights_refitted(sparse, pattern):
+    """The choice of weights, of blocks, or of two in four is better than that of the largest, with the best values."""
+    weight = sparse[0]
+    by_size = masked_least_squares(*sparse, pattern.mask(weight.square(), 0.5), weight)
+    assert output_error(*sparse, solved(*sparse, 0.5, pattern)) < output_error(*sparse, by_size)
+
+
+def test_the_values_on_a_mask_are_those_of_least_squares(sparse):
+    """Each row's values on its mask are the solution of the normal equations, within the tolerance of the iteration."""
+    weight, covariance = sparse
+    mask = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) < 0.4
+    fitted = masked_least_squares(weight, covariance, mask, weight)
+    best = torch.zeros_like(weight)
+    for row, kept in enumerate(mask):
+        best[row, kept] = torch.linalg.solve(covariance[kept][:, kept], covariance[kept] @ weight[row])
+    assert output_error(weight, covariance, fitted) <= (1 + 1e-4) * output_error(weight, covariance, best)
+    assert torch.allclose(fitted, best, atol=0.02)
+
+
+def fitting(*batches: Tensor, bias: bool, damping: float = 0.0) -> Fitting:
+    gram = Gram(batches[0].shape[1], torch.device("cpu"))
+    for batch in batches:
+        gram.add(batch)
+    return Fitting(torch.nn.Linear(batches[0].shape[1], 2, bias), gram, damping)
+
+
+def test_moments_are_those_of_all_tokens() -> None:
+    """Second moments, or the covariance where a bias is fitted too, over batches of different sizes, one of them empty.
+
+    Damping comes on top, as a share of the mean diagonal; the mean squares are those without it.
     """
-    lost = torch.zeros(2, 100, 8)
-    for seed in range(100):
-        _, moments, weight = layer(8 * width, seed)
-        squares = weight.square().sum(0).view(8, width).sum(1)
-        orders = removal(weight, moments, width), magnitude_removal(squares)
-        for count in range(1, 9):
-            kept, large = (columns_of(each.order[:count], width, 8 * width) for each in orders)
-            fitted = torch.zeros_like(weight)
-            fitted[:, kept] = least_squares(weight, moments, kept)
-            for row, cut in enumerate((fitted, weight * large)):
-                lost[row, seed, count - 1] = output_error(weight, moments, cut)
-    surgeon_lost, magnitude_lost = lost[:, :, :-1]
-    assert (surgeon_lost.mean(0) < 0.8 * magnitude_lost.mean(0)).all()
-    assert (surgeon_lost > magnitude_lost).double().mean() < 0.01
+    batches = [torch.randn(rows, 6) + torch.arange(6) for rows in (5, 1, 0, 30)]
+    inputs = torch.cat(batches).double()
+    moments, covariance = inputs.T @ inputs / 36, inputs.T.cov(correction=0)
+    for bias, expected in ((False, moments), (True, covariance)):
+        torch.testing.assert_close(fitting(*batches, bias=bias).damped, expected, rtol=1e-5, atol=1e-5)
+        damped = fitting(*batches, bias=bias, damping=0.1)
+        damping = 0.1 * expected.diagonal().mean() * torch.eye(6)
+        torch.testing.assert_close(damped.damped, expected + damping, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(damped.squares, moments.diagonal(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_least_squares_is_that_of_the_data(biased):
-    """As torch.linalg.lstsq fits the outputs: by moments or, where a bias is fitted with it, by the covariance."""
-    data, moments, weight = layer(12)
-    kept = columns_of([1, 4, 7], 1, 12)
-    inputs = data + torch.arange(12) * 0.3 if biased else data
-    wanted = inputs @ weight.T
-    if biased:
-        centred = inputs - inputs.mean(0)
-        moments = centred.T @ centred / len(data)
-        ones = inputs.new_ones(len(inputs), 1)
-        solution = torch.linalg.lstsq(torch.cat((inputs[:, kept], ones), 1), wanted).solution[:-1]
-    else:
-        solution = torch.linalg.lstsq(inputs[:, kept], wanted).solution
-    torch.testing.assert_close(least_squares(weight, moments, kept), solution.T)
-
-
-def test_an_input_that_says_nothing_goes_first():
-    """One that is always zero, then one that is a sum of others; both at no cost."""
-    data, _, weight = layer(8)
-    data[:, 3], data[:, 6] = 0, data[:, 0] + data[:, 1]
-    damped = data.T @ data / len(data) + 1e-9 * torch.eye(8)
-    order = removal(weight, damped, 1)
-    assert order.order[0] == 3
-    assert order.order[1] in (0, 1, 6)
-    assert sum(order.errors[:2]) < 1e-6 < order.errors[2]
+def test_a_small_variance_beside_a_large_mean_is_not_rounded_away() -> None:
+    """Inputs of 1,000 +- 0.01, whose squares differ by less than fp32 can tell, and constants: the latter vary by 0."""
+    inputs = 1000 + 0.01 * torch.randn(4000, 3)
+    inputs[:, 2] = 1000.1
+    damped = fitting(*inputs.split(500), bias=True).damped
+    expected = inputs.double().T.cov(correction=0)
+    torch.testing.assert_close(damped, expected, rtol=1e-3, atol=2e-6)
+    for value in (0.0, 3.5):  # and the moments of nothing but constants have an inverse
+        constant = fitting(torch.full((9, 4), value), bias=True, damping=0.01)
+        assert torch.linalg.inv(constant.damped).isfinite().all()

@@ -7,6 +7,7 @@ import sys
 
 import torch
 import transformers
+from support.zeroed import randomised
 
 from ds_trainer.cuts.calibration import Calibration
 from ds_trainer.cuts.weights import cut_weights
@@ -27,17 +28,13 @@ FAMILIES = {
     "llama": SMALL | {"num_key_value_heads": 1, "pad_token_id": 0},
     "opt": SMALL | {"ffn_dim": 24, "word_embed_proj_dim": 16, "pad_token_id": 0},
 }
-CPU = torch.device("cpu")
 
 
 def model_of(family):
+    """A classifier of three classes; weights and biases large enough that each matters."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family.partition(",")[0], num_labels=3, **FAMILIES[family])
-    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return randomised(transformers.AutoModelForSequenceClassification.from_config(config))
 
 
 def dealt_calibration(rank=0, world=1):

@@ -1,0 +1,338 @@
+"""Tokens are cut out of tokenizers and models: which stay, what texts then become, and that outputs are as before."""
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.distill_files import lm_files, squad_files
+from support.tiny_tokenizers import KINDS, SENTENCES, byte_pairs, of_class, word_pieces
+from support.zeroed import DECODERS, ENCODERS, FAMILIES, empty, model_of, randomised, uneven
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+
+from ds_trainer.cuts.vocabulary import Vocabulary, cut_vocabulary, cut_vocabulary_for
+from ds_trainer.models.folders import save_folder, train_tokenizer
+from ds_trainer.models.pretrained import load_tokenizer, load_trained
+from ds_trainer.models.shrink import shrink
+from ds_trainer.recipe.cut_specs import VocabularySpec
+from ds_trainer.recipe.recipe import parse_task
+from ds_trainer.recipe.task_specs import TextSpec
+from ds_trainer.tasks.registry import build_task, training_texts
+
+WORDS = " ".join(SENTENCES).split()
+TEXTS = st.lists(
+    st.one_of(st.sampled_from(WORDS), st.text("tehrainsdmou", max_size=9), st.text(max_size=5)), max_size=6
+).map(" ".join)
+"""Words that the tokenizers know, such that they can spell, and any characters."""
+FEW = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@cache
+def known(kind: str) -> tuple[Any, Vocabulary]:
+    tokenizer = KINDS[kind]()
+    return tokenizer, Vocabulary(tokenizer)
+
+
+def without_others(kind: str, texts: list[str]) -> tuple[Any, Any, set[str]]:
+    """A tokenizer, the one with the tokens of these texts alone, and the tokens of that."""
+    tokenizer, vocabulary = known(kind)
+    kept = vocabulary.select([token for text in texts for token in tokens_of(tokenizer, text)], [])
+    return tokenizer, vocabulary.tokenizer_of(kept), set(kept)
+
+
+def tokens_of(tokenizer: Any, *texts: str) -> list[str]:
+    """The tokens of a text, or of a pair, with the special ones around them; "<unk>" where one is unknown."""
+    return tokenizer.convert_ids_to_tokens(tokenizer(*texts)["input_ids"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_kept_tokens_are_tokenised_as_before(kind: str) -> None:
+    """The tokens that the smaller tokenizer was made for, and any other text whose tokens happen to be kept: the same
+    tokens at the same places, framed by the same special ones, alone and in pairs."""
+
+    @FEW
+    @given(seen=st.lists(TEXTS, min_size=1, max_size=4), others=st.lists(TEXTS, max_size=4))
+    def holds(seen: list[str], others: list[str]) -> None:
+        tokenizer, cut, kept = without_others(kind, seen)
+        assert all(kept.issuperset(tokens_of(tokenizer, text)) for text in seen)
+        for texts in ((seen[0],), (seen[0], seen[-1]), *((text,) for text in others)):
+            if kept.issuperset(tokens_of(tokenizer, *texts)):
+                assert tokens_of(cut, *texts) == tokens_of(tokenizer, *texts)
+                places = [each(*texts, return_offsets_mapping=True)["offset_mapping"] for each in (cut, tokenizer)]
+                assert places[0] == places[1]
+
+    holds()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_text_is_tokenised_and_decoded(kind: str) -> None:
+    """Ids are rows of the smaller vocabulary; a text in ASCII is unknown only where it was; a tokenizer of bytes gives
+    any text back."""
+
+    @FEW
+    @given(text=TEXTS)
+    def holds(text: str) -> None:
+        tokenizer, cut, kept = without_others(kind, ["the mat", "rains"])
+        ids = cut(text)["input_ids"]
+        decoded = cut.decode(ids, skip_special_tokens=True)
+        assert all(0 <= id < len(kept) == len(cut) for id in ids)
+        if kind == "byte_pairs":
+            assert decoded == tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
+        if text.isascii() and tokenizer.unk_token not in tokens_of(tokenizer, text):
+            assert cut.unk_token not in tokens_of(cut, text)
+
+    holds()
+
+
+def test_a_token_of_bpe_stays_with_every_token_that_it_can_be_merged_from() -> None:
+    """Two merges give "abc", and the characters beside it decide which of them is used: the parts of both stay."""
+    vocabulary = {token: number for number, token in enumerate(["a", "b", "c", "d", "bc", "ab", "abc", "bcd", "cd"])}
+    merges = [("b", "c"), ("a", "b"), ("ab", "c"), ("a", "bc"), ("bc", "d"), ("c", "d")]
+    raw = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    cut = Vocabulary(tokenizer)
+    assert cut.select(["abc"], []) == ["a", "b", "c", "d", "bc", "ab", "abc"]
+    smaller = cut.tokenizer_of(cut.select(["abc"], []))
+    assert smaller.tokenize("abcab") == tokenizer.tokenize("abcab") == ["abc", "ab"]
+    assert (tokenizer.tokenize("cd"), smaller.tokenize("cd")) == (["cd"], ["c", "d"])
+
+
+def test_unknown_characters_cost_a_unigram_tokenizer_what_they_did() -> None:
+    """The score of an unknown character follows from the worst token, which stays although no text has it."""
+    pieces = [("<unk>", 0.0), ("ab", -9.0), ("b", -1.0), ("xy", -20.0), ("z", -2.0), ("zz", -3.0)]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces, 0)), unk_token="<unk>")
+    vocabulary = Vocabulary(tokenizer)
+    kept = vocabulary.select(["ab"], [])
+    assert kept == ["<unk>", "ab", "b", "xy", "z"]
+    assert vocabulary.tokenizer_of(kept).tokenize("ab") == tokenizer.tokenize("ab") == ["ab"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exactly_so_many_tokens_stay(kind: str) -> None:
+    """With a limit: those that must, then the first of the wanted ones that fit with all that they need."""
+    _, vocabulary = known(kind)
+    least = len(vocabulary.select([], []))
+    wanted = sorted(vocabulary.ids, key=vocabulary.ids.__getitem__)
+    for most in (least, least + 1, least + 7, len(wanted) - 1):
+        kept = vocabulary.select(wanted, [], most)
+        assert len(kept) == most
+    with pytest.raises(ValueError, match=f"keep is {least - 1}, and {least} tokens must stay: .*: raise it"):
+        vocabulary.select(wanted, [], least - 1)
+    for most in (len(wanted), None):
+        with pytest.raises(ValueError, match=f"all {len(wanted)} tokens of the tokenizer would stay"):
+            vocabulary.select(wanted, [], most)
+
+
+def test_other_tokenizers_are_refused() -> None:
+    """Those that are written in Python, that know whole words alone, or whose class fixes the number of a token."""
+    with pytest.raises(ValueError, match="of a ByT5Tokenizer cannot be cut, since it is written in Python"):
+        Vocabulary(transformers.ByT5Tokenizer())
+    raw = Tokenizer(models.WordLevel({"[UNK]": 0, "it": 1}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(ValueError, match="of a WordLevel tokenizer cannot be cut: known are 'WordPiece', 'BPE'"):
+        Vocabulary(PreTrainedTokenizerFast(tokenizer_object=raw))
+    pieces = [("▁rain", -3.0), ("▁hills", -3.0), ("<unk>", 0.0), ("<pad>", 0.0), ("</s>", 0.0)]
+    vocabulary = Vocabulary(transformers.T5Tokenizer(vocab=pieces, extra_ids=0))
+    with pytest.raises(ValueError, match="a T5Tokenizer loads its tokens differently once they are renumbered"):
+        vocabulary.tokenizer_of(vocabulary.select([], []))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return word_pieces()
+
+
+def seen(tokenizer: Any) -> list[str]:
+    return tokenizer.convert_ids_to_tokens(tokenizer(" ".join(SENTENCES[:2]))["input_ids"])
+
+
+def outputs(model: Any, tokenizer: Any) -> torch.Tensor:
+    """The logits for two texts, one after another: none is padded."""
+    batches = [tokenizer(text, return_tensors="pt").input_ids for text in SENTENCES[:2]]
+    with torch.no_grad():
+        return torch.cat([model(input_ids=ids).logits.flatten(0, -2) for ids in batches])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_whole_model(family: str, tokenizer: Any) -> None:
+    """Of classifiers, to the bit, and of language models at the tokens that stay; padded embeddings go, too."""
+    model = model_of(family, vocab_size=len(tokenizer) + 7)
+    smaller, cut = cut_vocabulary(model, tokenizer, seen(tokenizer))
+    rows = [tokenizer.get_vocab()[token] for token in sorted(cut.get_vocab(), key=cut.get_vocab().get)]
+    before, after = outputs(model, tokenizer), outputs(smaller, cut)
+    if family in DECODERS:  # products of another shape may be rounded otherwise
+        torch.testing.assert_close(after, before[:, rows], rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(after, before)
+    assert smaller.config.vocab_size == smaller.get_input_embeddings().num_embeddings == len(cut) < len(tokenizer)
+    assert torch.equal(smaller.get_input_embeddings().weight, model.get_input_embeddings().weight[rows])
+    assert type(smaller) is type(model)
+    assert model.config.vocab_size == len(tokenizer) + 7
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_over_the_vocabulary_are_cut(family: str, tied: bool, tokenizer: Any) -> None:
+    """Their matrices, tied to the embeddings or not, and their biases, by whatever names a family gives them."""
+    kind = transformers.AutoModelForMaskedLM if family in ENCODERS else transformers.AutoModelForCausalLM
+    fields = FAMILIES[family] | {"vocab_size": len(tokenizer), "tie_word_embeddings": tied}
+    torch.manual_seed(0)
+    model = randomised(kind.from_config(transformers.AutoConfig.for_model(family, **fields)))
+    smaller, cut = cut_vocabulary(model, tokenizer, seen(tokenizer))
+    rows = [tokenizer.get_vocab()[token] for token in sorted(cut.get_vocab(), key=cut.get_vocab().get)]
+    torch.testing.assert_close(outputs(smaller, cut), outputs(model, tokenizer)[:, rows], rtol=1e-6, atol=1e-6)
+    shared = smaller.get_output_embeddings().weight is smaller.get_input_embeddings().weight
+    assert shared == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    assert not any(len(tokenizer) in parameter.shape for parameter in smaller.parameters())
+
+
+def test_configs_name_the_same_tokens_as_before(tokenizer: Any) -> None:
+    """By new numbers, in lists as well; tokens that they name stay. The number of a row without a token goes, and one
+    that no row had stays."""
+    named = tokenizer.get_vocab()
+    model = model_of("gpt2", vocab_size=len(tokenizer) + 2, pad_token_id=named["[PAD]"])
+    model.config.bos_token_id, model.config.eos_token_id = named["happiness"], 5000
+    model.config.sep_token_id = len(tokenizer) + 1
+    model.generation_config.eos_token_id = [named["[SEP]"], named["mitten"]]
+    model.generation_config.bad_words_ids = [[named["##en"], named["kitten"]], [named["[UNK]"]]]
+    smaller, cut = cut_vocabulary(model, tokenizer, [])
+    ids = cut.get_vocab()
+    assert smaller.config.pad_token_id == ids["[PAD]"]
+    assert (smaller.config.bos_token_id, smaller.config.eos_token_id) == (ids["happiness"], 5000)
+    assert smaller.config.sep_token_id is None
+    assert smaller.generation_config.eos_token_id == [ids["[SEP]"], ids["mitten"]]
+    assert smaller.generation_config.bad_words_ids == [[ids["##en"], ids["kitten"]], [ids["[UNK]"]]]
+    assert model.config.bos_token_id == named["happiness"]
+
+
+def test_a_model_that_was_shrunk_before_is_cut(tokenizer: Any, tmp_path: Path) -> None:
+    """Layers of uneven sizes come along, into the folder as well."""
+    whole = model_of("bert", vocab_size=len(tokenizer))
+    model = shrink(empty(whole, uneven(whole)))
+    smaller, cut = cut_vocabulary(model, tokenizer, seen(tokenizer))
+    save_folder(smaller, cut, tmp_path / "out")
+    loaded = load_trained(tmp_path / "out")
+    assert loaded.config.shrunk == model.config.shrunk
+    torch.testing.assert_close(outputs(loaded.eval(), load_tokenizer(tmp_path / "out")), outputs(model, tokenizer))
+
+
+def test_folders_are_loaded_by_the_auto_classes(tmp_path: Path) -> None:
+    """For every kind of tokenizer, and for classes that make theirs anew: plain files, and logits as before."""
+    made = {kind: build() for kind, build in KINDS.items()}
+    made |= {name: of_class(name) for name in ("bert", "roberta", "gpt2", "deberta")}
+    for name, tokenizer in made.items():
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.unk_token
+        model = model_of("bert", vocab_size=len(tokenizer))
+        save_folder(*cut_vocabulary(model, tokenizer, seen(tokenizer)), tmp_path / name)
+        files = {path.name for path in (tmp_path / name).iterdir()}
+        assert files == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+        loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / name).eval()
+        after = outputs(loaded, AutoTokenizer.from_pretrained(tmp_path / name))
+        torch.testing.assert_close(after, outputs(model, tokenizer), rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_that_depends_on_the_numbers_of_tokens_is_refused(tokenizer: Any) -> None:
+    """RoBERTa counts positions from the number of its padding token: here it would move, and all positions with it."""
+    padding = tokenizer.get_vocab()["mitten"]
+    model = model_of("roberta", vocab_size=len(tokenizer), pad_token_id=padding, max_position_embeddings=400)
+    with pytest.raises(ValueError, match="RobertaForSequenceClassification computes something else once its tokens"):
+        cut_vocabulary(model, tokenizer, seen(tokenizer))
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> TextSpec:
+    """Two training texts; the validation texts hold other tokens."""
+    files = {"train.csv": SENTENCES[:2], "dev.csv": SENTENCES[4:]}
+    for name, texts in files.items():
+        rows = [f'"{text}",{label}' for text, label in zip(texts, ("yes", "no"), strict=True)]
+        (tmp_path / name).write_text("\n".join(["text,label", *rows]) + "\n")
+    names = {"train_file": "train.csv", "validation_file": "dev.csv"}
+    return TextSpec(name="text", data_dir=str(tmp_path), text_columns=["text"], label_column="label", **names)
+
+
+def cut(keep: Any, task: Any, tokenizer: Any) -> Any:
+    """The tokenizer of a cut model."""
+    model = model_of("bert", vocab_size=len(tokenizer))
+    smaller, kept = cut_vocabulary_for(VocabularySpec(keep=keep), task, model, tokenizer)
+    assert smaller.config.vocab_size == len(kept)
+    return kept
+
+
+def ordinary(tokenizer: Any) -> set[str]:
+    """The tokens that are neither special nor single characters."""
+    return {token for token in tokenizer.get_vocab() if len(token.removeprefix("##")) > 1 and token[0] != "["}
+
+
+def test_the_tokens_of_the_training_texts_stay(task: TextSpec, tokenizer: Any) -> None:
+    """And no others than those that spell any text; the validation texts do not count."""
+    kept = cut("seen", task, tokenizer)
+    assert ordinary(kept) == {t for text in SENTENCES[:2] for t in tokenizer.tokenize(text)} & ordinary(tokenizer)
+    assert {"unhappy", "happiness"} <= ordinary(tokenizer) - ordinary(kept)
+
+
+def test_the_most_frequent_tokens_stay(task: TextSpec, tokenizer: Any) -> None:
+    """Exactly so many in all; every token that stays is at least as frequent as each that goes."""
+    least = len(cut("seen", task, tokenizer)) - 3
+    kept = cut(least, task, tokenizer)
+    counts = Counter(token for text in SENTENCES[:2] for token in tokenizer.tokenize(text))
+    gone = counts.keys() - kept.get_vocab().keys()
+    assert len(kept) == least
+    assert len(gone) == 3
+    assert max(counts[token] for token in gone) <= min(counts[token] for token in ordinary(kept))
+
+
+def test_the_tokens_of_a_file_stay(task: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
+    """A blank line and a line end of Windows are none of them; the training texts are not read."""
+    (tmp_path / "tokens.txt").write_bytes(b"unhappy\r\n\nkitten\n##en\n")
+    (tmp_path / "train.csv").unlink()
+    assert ordinary(cut(str(tmp_path / "tokens.txt"), task, tokenizer)) == {"unhappy", "kitten", "##en"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "tokens.txt does not exist"),
+        ("\n\n", "tokens.txt has no tokens: write one in each line"),
+        ("rain\nzebra\nokapi\n", "lists 2 tokens that the tokenizer does not have, such as 'okapi', 'zebra': write"),
+    ],
+)
+def test_a_file_that_names_no_token_is_refused(
+    content: str | None, message: str, task: TextSpec, tokenizer: Any, tmp_path: Path
+) -> None:
+    """The message names the file, or some of its tokens."""
+    if content is not None:
+        (tmp_path / "tokens.txt").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        cut(str(tmp_path / "tokens.txt"), task, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        ("squad", transformers.BertForQuestionAnswering),
+        ("mlm", transformers.BertForMaskedLM),
+        ("clm", transformers.GPT2LMHeadModel),
+    ],
+)
+def test_every_family_gives_its_texts_and_runs_on_the_cut_model(kind: str, head: Any, tmp_path: Path) -> None:
+    """Contexts and questions, or documents: the training examples have the tokens that they had before."""
+    spec = parse_task(squad_files(tmp_path) if kind == "squad" else lm_files(kind, tmp_path))
+    tokenizer = byte_pairs() if kind == "clm" else train_tokenizer([*SENTENCES, *training_texts(spec)], 300, True)
+    family = "gpt2" if kind == "clm" else "bert"
+    config = AutoConfig.for_model(family, **FAMILIES[family] | {"vocab_size": len(tokenizer), "n_positions": 64})
+    model = head(config).eval()
+    smaller, kept = cut_vocabulary_for(VocabularySpec(keep="seen"), spec, model, tokenizer)
+    tokens = []
+    for name, each, its in (("whole", model, tokenizer), ("cut", smaller, kept)):
+        save_folder(each, its, tmp_path / name)
+        task = build_task(spec, tmp_path / name, tmp_path / "cache")
+        task.build_model(tmp_path / name)
+        tokens.append(its.convert_ids_to_tokens(task.examples("train").tokens["input_ids"].tolist()))
+    assert len(kept) < len(tokenizer)
+    assert tokens[0] == tokens[1]
