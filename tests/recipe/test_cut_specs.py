@@ -17,7 +17,6 @@ MISTAKES = {
     "sizes and keep": ({"layers": 0.5, "width": 0.5, "keep": 0.5}, "layers and width: a cut to sizes of the whole"),
     "sizes of heads": ({"neurons": 0.5, "granularity": "head"}, "neurons: a cut to sizes of the whole model"),
     "a mixture of 0.2": ({"granularity": "model", "target_flops": 0.5}, "was removed in 0.3: write sizes, such as"),
-    "a run of 0.2": ({"layers": 0.5, "contiguous": True}, "contiguous was removed in 0.3: leave it out"),
     "rising": ({"keep": [0.3, 0.5]}, "keeps less at each"),
     "quoted": ({"vocabulary": {"keep": "5000"}}, 'give "seen", a number of tokens without quotes'),
 }

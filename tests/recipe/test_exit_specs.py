@@ -78,11 +78,6 @@ def test_a_technique_that_is_no_object_is_told():
         (with_exits(target_speedup=2, **AIM), ["target_speedup and max_drop are both set"]),
         (with_exits(task={"name": "squad"}), ["has exits, and its task is squad", "labelled text"]),
         (with_exits(task=TAGS, pooling="mean"), ["exits.pooling, which the heads of ner lack"]),
-        # what was removed says what takes its place
-        (with_exits(head_weights=[1.0]), ["head_weights was removed in 0.3", "the number of their layer"]),
-        (with_exits(terms=["heads", "distill"]), ["terms was removed in 0.3", "learn from the labels alone"]),
-        (with_exits(per_head=True), ["per_head was removed in 0.3", "write a list of thresholds"]),
-        (with_exits(task=TAGS, sequence_uncertainty="mean"), ["sequence_uncertainty was removed in 0.3"]),
         # a threshold that would do nothing
         (with_exits(criterion="confidence", early_exit_entropy=0.1), ["early_exit_entropy goes with criterion"]),
         (with_exits(criterion="entropy", patience=2), ['patience goes with criterion "patience"', "drop one"]),
@@ -90,11 +85,8 @@ def test_a_technique_that_is_no_object_is_told():
         # what is no threshold
         (with_exits(early_exit_confidence=[0.9, 1.1]), ["a number from 0 to 1, or a list"]),
         *(
-            (
-                with_exits(early_exit_entropy=value),
-                ["early_exit_entropy: write a number of 0 or more, or a list of one"],
-            )
-            for value in ("abc", [], [0.1, -0.1], True, math.inf)
+            (with_exits(early_exit_entropy=x), ["a number of 0 or more, or a list"])
+            for x in ("a", [], [-0.1], math.inf)
         ),
     ],
 )
@@ -102,18 +94,6 @@ def test_mistakes_are_told_with_their_place(data, words):
     """In one line: what is wrong and what is allowed, in the words of the recipe."""
     (message,) = mistakes_of(data).splitlines()
     assert [word for word in words if word not in message] == []
-
-
-def test_fields_that_changed_nothing_are_read():
-    """A recipe that 0.2 has written holds them."""
-    old = {
-        "terms": ["heads"],
-        "temperature": 2.0,
-        "head_weights": None,
-        "per_head": False,
-        "sequence_uncertainty": "least_certain",
-    }
-    assert ExitsSpec(**old) == ExitsSpec() == ExitsSpec(sequence_uncertainty=None)
 
 
 def test_the_policy_of_a_recipe():

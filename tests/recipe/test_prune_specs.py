@@ -39,12 +39,6 @@ def test_a_granularity_by_key():
         ({"final_threshold": 0.0}, ["final_threshold is 0.0: topK takes the share to keep"]),
         ({"initial_threshold": 1.5, "pruning_method": "magnitude"}, ["initial_threshold is 1.5", "in (0, 1]"]),
         ({"granularity": {"attention": "2:4"}}, ["2:4 is a granularity of cuts"]),
-        ({"target_flops": 0.5}, ["target_flops was removed in 0.3", "final_threshold", "a cut"]),
-        ({"target_latency": 0.5}, ["target_latency was removed in 0.3", "a cut"]),
-        ({"cost_tokens": 64}, ["cost_tokens was removed in 0.3"]),
-        ({"uniform": True}, ["uniform was removed in 0.3", "the same share of every layer without it: drop it"]),
-        ({"min_heads": 1}, ['min_heads was removed in 0.3: write a cut with "min_heads"']),
-        ({"multiple_of": 8}, ['multiple_of was removed in 0.3: write a cut with "neurons"']),
         (
             {"granularity": {"feed_forward": "head"}, "pruning_method": "l0", "global_topk": True, "final_lambda": 1},
             ["head goes with", "global_topk goes with topK or magnitude, not with l0", "there is none"],
@@ -56,9 +50,3 @@ def test_what_cannot_be_is_told(prune, told):
     with pytest.raises(ValueError) as caught:
         parse(**prune)
     assert all(part in str(caught.value) for part in told), caught.value
-
-
-def test_a_recipe_that_a_run_of_0_2_has_written_is_read():
-    """Fields that were removed and that changed nothing are dropped."""
-    removed = {"target_flops": None, "target_latency": None, "cost_tokens": 128, "uniform": False, "min_heads": 0}
-    assert parse(**parse().model_dump(), **removed, multiple_of=1) == parse()

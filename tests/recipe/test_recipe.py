@@ -91,7 +91,6 @@ def mistakes_of(data) -> str:
         (with_task(name="squad", doc_stride=383), ["doc_stride is 383", "max_seq_length 384 leaves 382 tokens"]),
         (with_task(name="mlm", word_mask=0.5), ["word_mask + word_keep + word_rand is 0.7"]),
         (with_task(name="mlm", min_seq_length=200), ["min_seq_length is 200 and max_seq_length is 128"]),
-        ({"phases": [{"max_steps": 1, "histograms": True}]}, ["histograms was removed in 0.3", "add_histogram"]),
         (phase(student={"layers": [0], "config": {"model_type": "bert"}}), ["one of the two"]),
     ],
 )
