@@ -185,14 +185,9 @@ def _combination_mistakes(config: dict[str, Any], phase: Phase | None) -> Iterat
         )
     # Stages 1 and 2 leave the scaling out where they scatter. Stage 3 never multiplies the gradients by the factor
     # again after the reduction, so that they are too small by it.
-    scatters = keys.flag_at(config, "zero_optimization.reduce_scatter") is not False
     for path, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
-        if (keys.value_at(config, path) or default) == default:
-            continue
-        if stage == 3:
-            yield f"{path} does not work with zero_optimization.stage 3: remove it"
-        elif stage and scatters:
-            yield f"{path} needs zero_optimization.reduce_scatter false with stage {stage}: write that, or remove it"
+        if stage and (keys.value_at(config, path) or default) != default:
+            yield f"{path} does not work with ZeRO, and zero_optimization.stage is {stage}: remove it"
 
 
 def _disagreements(config: dict[str, Any], phase: Phase | None, name: str) -> Iterator[str]:
@@ -241,12 +236,8 @@ def _batch_mistakes(config: dict[str, Any], phase: Phase | None, world_size: int
     train, micro, steps = _batch_triangle(config, phase, world_size)
     if train == micro * steps * world_size:
         return
-    given = [f"{key} {int(value)}" for key, value in numbers.items() if value is not None and key != TRAIN]
-    factors = " x ".join([*given, f"{world_size} rank{'s' if world_size > 1 else ''}"])
-    relation = (
-        f"but {factors} = {micro * steps * world_size}" if len(given) == 2 else f"which {factors} does not divide"
-    )
-    yield f'{TRAIN} is {train}, {relation}: change one of them or write "auto"'
+    factors = f"{MICRO} {micro} x {STEPS} {steps} x {world_size} rank{'s' * (world_size > 1)}"
+    yield f'{TRAIN} is {train}, but {factors} = {micro * steps * world_size}: change one of them or write "auto"'
 
 
 # Settling between the file and the recipe

@@ -30,16 +30,14 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int and 0 <= value < _TOO_LARGE
 
 
-def _is_whole_or_fraction(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and 0 <= value <= 1)
-
-
-def _is_name_or_number(value: Any) -> bool:
-    return _is_whole(value) or isinstance(value, str)
-
-
-_WHOLE_OR_FRACTION = only(_is_whole_or_fraction, "write a whole number, or a fraction of the phase from 0.0 to 1.0")
-_NAME_OR_NUMBER = only(_is_name_or_number, "write the name of a column, or without a header its number, from 0")
+_WHOLE_OR_FRACTION = only(
+    lambda value: _is_whole(value) or (isinstance(value, float) and 0 <= value <= 1),
+    "write a whole number, or a fraction of the phase from 0.0 to 1.0",
+)
+_NAME_OR_NUMBER = only(
+    lambda value: _is_whole(value) or isinstance(value, str),
+    "write the name of a column, or without a header its number, from 0",
+)
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(strict=True, ge=0, lt=1)]

@@ -226,10 +226,7 @@ def _rehearsed(phase: Mapping[str, Any]) -> dict[str, str]:
     names = {"peak": "MiB", "peak_of_the_gpu": "MiB of the GPU", "peak_of_the_host": "MiB of the host"}
     held = phase.get("memory_per_rank", {})
     row |= {column: f"{held[peak] / 2**20:,.0f}" for peak, column in names.items() if peak in held}
-    parts = [phase.get("cut", {}).get("estimated_seconds", 0), phase["time"]["seconds"] if "time" in phase else 0]
-    if None in parts:
-        return row
-    minutes = sum(parts) / 60
+    minutes = (phase.get("cut", {}).get("estimated_seconds", 0) + phase.get("time", {}).get("seconds", 0)) / 60
     return row | {"minutes": f"{minutes:,.1f}" if minutes >= 0.1 else "<0.1"}
 
 
@@ -237,10 +234,7 @@ def _notes(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ranks = next((phase["memory_per_rank"]["ranks"] for phase in phases if "memory_per_rank" in phase), 1)
     yield f"MiB: the peak of each of {ranks} ranks." if ranks > 1 else "MiB: the peak of the process."
     for name, time in ((phase["phase"], phase["time"]) for phase in phases if "time" in phase):
-        if time["seconds"] is None:
-            yield f"{name} has no minutes: {time['reason']}."
-        else:
-            taken = f"{time['batches']} micro-batches, {time['examples']} of the {time['micro_batch']} examples of each"
-            yield f"{name} is measured by forwards and backwards of {taken}, on {time['device']}."
+        taken = f"{time['batches']} micro-batches, {time['examples']} of the {time['micro_batch']} examples of each"
+        yield f"{name} is measured by forwards and backwards of {taken}, on {time['device']}."
     yield "On top come the optimizer's steps, evaluations, saves, and what is computed once before the first step."
     yield "--dry_run json prints all of it: both files as resolved, parameter groups, memory by part."

@@ -5,7 +5,6 @@ activations by forwards and backwards, and how long its steps will take on this 
 """
 
 import gc
-import math
 import shutil
 import tempfile
 import weakref
@@ -29,7 +28,6 @@ from ds_trainer.engine.keys import flag_at, precision_of, value_at
 from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.models.layers import can_recompute, set_recomputing
 from ds_trainer.ranks import distributed, machine
-from ds_trainer.ranks.failures import ran_out
 from ds_trainer.ranks.machine import seconds
 from ds_trainer.ranks.progress import progress
 from ds_trainer.recipe.jobs import TrainJob
@@ -143,30 +141,21 @@ def measure_time(plan: PhasePlan, prepared: PreparedPhase) -> dict[str, Any]:
     """Return the seconds of all steps of a phase, and on what they were measured, as JSON values; inside of `begun`.
 
     A teacher that answers in every step is in them, but not the optimizer's steps, evaluations, and what is done once.
-    Where memory does not suffice, `seconds` is None, and `reason` says so. Each rank takes equally many batches.
+    Each rank takes equally many batches.
     """
     micro, device = plan.engine_config[MICRO], distributed.device()
 
     def slowest(batches: Sequence[ExampleIds]) -> float:
-        """Return the mean seconds of a batch on the slowest rank, infinite where one of them runs out of memory."""
+        """Return the mean seconds of a batch on the slowest rank."""
         taken = 0.0
-        try:
-            for take in (partial(_forward_and_backward, plan, prepared, ids) for ids in batches):
-                take()  # the first time something may be loaded, or kept for the second
-                taken += seconds(take, device)
-        except RuntimeError as error:
-            if not ran_out(error):
-                raise
-            taken = math.inf
+        for take in (partial(_forward_and_backward, plan, prepared, ids) for ids in batches):
+            take()  # the first time something may be loaded, or kept for the second
+            taken += seconds(take, device)
         return max(distributed.broadcast(distributed.gather(taken))) / len(batches)
 
-    lengths, examples = plan.task.examples("train").lengths, 1
-    micro_batch = slowest(batches_by_length(lengths, 1, 1))
-    if micro_batch < math.inf:
-        examples = min(micro, max(1, int(_SECONDS / micro_batch)))
-        micro_batch = slowest(batches_by_length(lengths, examples, _PLACES)) * micro / examples
-    if micro_batch == math.inf:
-        return {"seconds": None, "reason": f"{examples} examples do not fit into the memory of this machine"}
+    lengths = plan.task.examples("train").lengths
+    examples = min(micro, max(1, int(_SECONDS / slowest(batches_by_length(lengths, 1, 1)))))
+    micro_batch = slowest(batches_by_length(lengths, examples, _PLACES)) * micro / examples
     measured_on = {"device": machine.device_name(), "threads": torch.get_num_threads()}
     in_all = plan.length.total * plan.engine_config[STEPS] * micro_batch
     return {"seconds": in_all, "batches": _PLACES, "examples": examples, "micro_batch": micro, **measured_on}

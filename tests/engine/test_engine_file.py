@@ -130,13 +130,13 @@ MISTAKES = [
     (zero(3, offload_param={"device": "nvme"}), "nvme_path is missing"),
     ({"managed_gradient_accumulation": False}, "leaves the accumulation to DeepSpeed"),
     (zero(1, compute_grad_norm=False), "compute_grad_norm is false"),
-    ({"prescale_gradients": True} | zero(1), "needs zero_optimization.reduce_scatter false with stage 1"),
-    ({"gradient_predivide_factor": 2} | zero(3, reduce_scatter=False), "does not work with zero_optimization.stage 3"),
+    ({"prescale_gradients": True} | zero(1), "does not work with ZeRO, and zero_optimization.stage is 1"),
+    ({"gradient_predivide_factor": 2} | zero(3), "gradient_predivide_factor does not work with ZeRO"),
     ({"optimizer": {"params": {}}}, "optimizer has no type"),
     ({"scheduler": {"type": "StepLR"}}, "write one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest"),
     (zero(2, zenflow={}), "zero_optimization.zenflow is refused"),
     ({TRAIN: 30, MICRO: 8, STEPS: 2}, f"{TRAIN} is 30, but {MICRO} 8 x {STEPS} 2 x 2 ranks = 32"),
-    ({TRAIN: 30, STEPS: 4}, f"{TRAIN} is 30, which {STEPS} 4 x 2 ranks does not divide"),
+    ({TRAIN: 30, STEPS: 4}, f"{TRAIN} is 30, but {MICRO} 3 x {STEPS} 4 x 2 ranks = 24"),
 ]
 
 
@@ -152,7 +152,7 @@ def test_each_mistake_is_reported_once(config, words):
 def test_what_works_is_no_mistake():
     """Combinations that differ from a mistake in one word, and refused keys that ask for nothing."""
     for config in (
-        {"prescale_gradients": True} | zero(2, reduce_scatter=False),
+        {"prescale_gradients": True, "gradient_predivide_factor": 1.0} | zero(0),
         zero(1, offload_optimizer={"device": "cpu"}),
         zero(3, offload_param={"device": "cpu"}),
         {"// mine": 1, "#": 2},

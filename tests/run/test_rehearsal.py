@@ -1,11 +1,10 @@
-"""The minutes of a dry run: what is measured, how it is scaled, and what is said where it cannot be."""
+"""The minutes of a dry run, and the memory that is counted for it."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -14,62 +13,40 @@ from ds_trainer.run import rehearsal
 from ds_trainer.run.rehearsal import LiveMemory, measure_time
 
 
-@pytest.fixture
-def measured(monkeypatch):
-    """The time of a phase of 10 steps of 2 micro-batches of 16, where a forward and backward takes 0.25 s an example,
-    and more than `most` examples do not fit; and the number of examples of every forward."""
+def test_the_minutes_of_a_dry_run_are_measured_by_few_examples(monkeypatch):
+    """A forward and backward takes 0.25 s an example here, so that four take the second that a batch may take: 16 take
+    4 s, and 10 steps of two micro-batches 80 s. Every batch is taken twice: the first time loads what is loaded once.
 
-    def of(most: int) -> tuple[dict, list[int]]:
-        taken: list[int] = []
+    The minutes have the estimate of a cut in them; a phase that trains nothing has that alone.
+    """
+    taken: list[int] = []
 
-        def forward_and_backward(plan, prepared, ids):
-            taken.append(len(ids))
-            if len(ids) > most:
-                raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+    def seconds(take, device):
+        take()
+        return 0.25 * taken[-1]
 
-        def seconds(take, device):
-            take()
-            return 0.25 * taken[-1]
-
-        monkeypatch.setattr(rehearsal, "_forward_and_backward", forward_and_backward)
-        monkeypatch.setattr(rehearsal, "seconds", seconds)
-        plan = SimpleNamespace(
-            engine_config={"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 2},
-            length=SimpleNamespace(total=10),
-            task=SimpleNamespace(examples=lambda split: SimpleNamespace(lengths=np.arange(100))),
-        )
-        return measure_time(plan, None), taken
-
-    return of
-
-
-def test_a_slow_micro_batch_is_measured_by_fewer_examples(measured):
-    """Four examples take the second that a batch may take: 16 take 4 s, and 10 steps of two micro-batches 80 s. Every
-    batch is taken twice, since the first time loads what is loaded once."""
-    time, taken = measured(most=99)
+    monkeypatch.setattr(rehearsal, "_forward_and_backward", lambda plan, prepared, ids: taken.append(len(ids)))
+    monkeypatch.setattr(rehearsal, "seconds", seconds)
+    plan = SimpleNamespace(
+        engine_config={"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 2},
+        length=SimpleNamespace(total=10),
+        task=SimpleNamespace(examples=lambda split: SimpleNamespace(lengths=np.arange(100))),
+    )
+    time = measure_time(plan, None)
     assert (time["seconds"], time["examples"], time["micro_batch"]) == (80.0, 4, 16)
     assert taken == [1, 1] + [4] * 6
-
-
-def test_where_memory_does_not_suffice_the_cell_is_empty_and_says_why(measured):
-    """The other phases have their minutes, with the estimate of a cut; a phase that trains nothing has that alone."""
-    time, _ = measured(most=3)
-    assert time == {"seconds": None, "reason": "4 examples do not fit into the memory of this machine"}
     shared = {"steps": {"total": 10}, "engine_file": {"train_batch_size": 32}, "frozen_parameters": 5}
     shared |= {"parameter_groups": [{"parameters": 1000}, {"parameters": 200}]}
     held = {"memory_per_rank": {"ranks": 2, "peak_of_the_gpu": 2**30, "peak_of_the_host": 2**20}}
     phases = [
-        {"phase": "large", "time": time} | shared | held,
-        {"phase": "half", "time": measured(most=99)[0], "cut": {"estimated_seconds": 40}} | shared | held,
+        {"phase": "half", "time": time, "cut": {"estimated_seconds": 40}} | shared | held,
         {"phase": "kept", "cut": {"estimated_seconds": 1}} | shared,
     ]
-    header, large, half, kept, *notes = dry_run_table(phases).splitlines()
+    header, half, kept, *notes = dry_run_table(phases).splitlines()
     assert header.endswith("MiB of the GPU  MiB of the host  minutes")
-    assert large.split() == ["large", "10", "32", "1,205", "1,200", "1,024", "1"]
-    assert half.split()[-1] == "2.0"
+    assert half.split() == ["half", "10", "32", "1,205", "1,200", "1,024", "1", "2.0"]
     assert kept.split() == ["kept", "10", "32", "1,205", "0", "<0.1"]
     assert "MiB: the peak of each of 2 ranks." in notes
-    assert "large has no minutes: 4 examples do not fit into the memory of this machine." in notes
     assert any(note.startswith("half is measured by") and "4 of the 16 examples of each" in note for note in notes)
 
 
