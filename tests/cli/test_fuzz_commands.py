@@ -23,14 +23,13 @@ from support.launching import ROOT
 from ds_trainer.cli.evaluate import calibrate_parser, evaluate_parser, read_calibrate_job, read_evaluate_job
 from ds_trainer.cli.train import read_train_job, train_parser
 from ds_trainer.engine.keys import key_table
+from ds_trainer.files.reading import read_json
 from ds_trainer.recipe.recipe import Recipe
 
 SAVED = {"layers": [1, 2], "pooling": "first", "policy": {"criterion": "entropy", "thresholds": [0.1, 0.2]}}
 SAVED |= {"held_out": 0.1, "held_out_key": "x", "calibration": {"threshold": 0.1, "examples": 9, "split": "held_out"}}
-ENGINES, RECIPES = (
-    [json.loads(path.read_text()) for path in sorted((ROOT / folder).glob("*.json"))]
-    for folder in ("ds_configs", "ds_configs/recipes")
-)
+ENGINES = [read_json(path, "engine file") for path in sorted((ROOT / "ds_configs").glob("*.json"))]
+RECIPES = [read_json(path, "recipe") for path in sorted((ROOT / "ds_configs/recipes").glob("*.json"))]
 ENGINES.append({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999], "weight_decay": 0.01}}})
 ENGINES[-1]["scheduler"] = {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "total_num_steps": "auto"}}
 ENGINES[-1]["tensorboard"] = {"enabled": True, "output_path": "x", "job_name": "y"}
@@ -77,8 +76,9 @@ def command_lines(draw: st.DrawFn, parser: Any, sound: list[str]) -> list[str]:
     word = st.sampled_from(["out", "recipe.json", "model", "sst2", "3", "0.5", "a=1", "1,2", "--", *TEXTS, *flags])
     pairs = draw(st.lists(st.tuples(st.sampled_from(flags), st.lists(word, max_size=2)), max_size=4))
     words = [part for flag, after in pairs for part in (flag, *after)]
-    part, of_recipes = st.sampled_from(["0", "*", "train", "", *WORDS, *TEXTS]), [*places(draw(st.sampled_from(RECIPES)))]
-    path = draw(st.lists(part, min_size=1, max_size=4) | st.sampled_from(of_recipes))
+    part = st.sampled_from(["0", "*", "train", "", *WORDS, *TEXTS])
+    of_a_recipe = st.sampled_from([*places(draw(st.sampled_from(RECIPES)))])
+    path = draw(st.lists(part, min_size=1, max_size=4) | of_a_recipe)
     value = draw(values(WORDS).map(lambda value: as_json(value).decode(errors="replace")) | st.text())
     return [for_a_command_line(text) for text in (*sound, *words, f"--set={'.'.join(map(str, path))}={value}")]
 

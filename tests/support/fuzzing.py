@@ -33,8 +33,8 @@ TIMES = float(os.environ.get("FUZZ_TIMES", "1"))
 RAW = {"@deep@": "[" * 10_000 + "]" * 10_000, "@digits@": "9" * 100_000, "@huge@": "1e400", "@nan@": "NaN"}
 RAW |= {"@half a pair@": '"\\ud800"', "@python@": "None"}
 """JSON that `json.dumps` does not write, by the text that stands for it."""
-TEXTS = ["", "auto", "\x00", "a\nb", "\u202egnp", "\ud800", "/dev/zero", "/", "../../x", "/etc/passwd", "~nobody/x", "@"]
-TEXTS += ["@model", "*", "[", "**", "1e999", "nan", "x" * 300, "x/" * 3000, "x" * 100_000, "%s%n", "<b>", "squad", "mlm"]
+TEXTS = ["", "auto", "\x00", "a\nb", "\u202egnp", "\ud800", "/dev/zero", "/", "../../x", "/etc/passwd", "~nobody/x"]
+TEXTS += ["@", "@model", "*", "[", "**", "1e999", "nan", "x" * 300, "x/" * 3000, "x" * 100_000, "%s%n", "<b>", "squad"]
 NUMBERS = [0, -1, 1, 3, 2**31, 2**63, 2**64, 10**12, 10**400, -(10**400), -0.0, 0.5, -1.5, 1e-320, 1e308]
 OTHERS = [None, True, [], {}, [[]], [None], {"": 1}, {"name": "x"}, [0] * 5000, {f"k{n}": n for n in range(3000)}]
 PIECES = [b"", b"\x00", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\n", b"\r", b"\t", b'"', b"[", b"}", b",", b"nan"]
