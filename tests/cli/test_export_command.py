@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from support import exported_models
 from support.exported_models import emptied, inputs
-from support.squad_examples import SMALL, hard_questions, word_pieces
-from support.squad_tasks import write
+from support.squad_tasks import SMALL, hard_questions, word_pieces, write
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertForQuestionAnswering
 
 import ds_trainer

@@ -10,8 +10,7 @@ import pytest
 import torch
 from support.csv_files import SENTENCES, write_csv
 from support.lm_files import LINES, SMALL, bytes_tokenizer
-from support.squad_examples import with_words_only, word_pieces
-from support.squad_tasks import squad
+from support.squad_tasks import squad, with_words_only, word_pieces
 from support.zeroed import randomised
 from transformers import AutoModel, BertConfig, GPT2Config
 

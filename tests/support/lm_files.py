@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from support.tiny_tokenizers import byte_level
+from tokenizers import processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ds_trainer.models.pretrained import load_tokenizer
@@ -28,13 +29,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 def bytes_tokenizer(beginning: bool) -> Any:
     """Byte-level BPE with an end of text and no padding, as GPT-2's; `beginning`: "<s>" before a text, as Llama's."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>", "<s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    raw.train_from_iterator(LINES, trainer)
+    raw = byte_level(LINES, 300, ["<end>", "<s>"])
     if beginning:
         raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", unk_token="<end>", bos_token="<s>")

@@ -26,13 +26,19 @@ def word_pieces() -> Any:
     return train_tokenizer(SENTENCES * 3, 170, True)
 
 
-def byte_pairs() -> Any:
-    """Byte-level BPE in RoBERTa's form."""
+def byte_level(texts: list[str], size: int, special: list[str]) -> Tokenizer:
+    """Byte-level BPE without special tokens around a text."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    learner = {"vocab_size": 360, "special_tokens": _SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
-    _train(raw, trainers.BpeTrainer(**learner))
+    learner = {"vocab_size": size, "special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    raw.train_from_iterator(texts, trainers.BpeTrainer(**learner))
+    return raw
+
+
+def byte_pairs() -> Any:
+    """Byte-level BPE in RoBERTa's form."""
+    raw = byte_level(SENTENCES * 3, 360, _SPECIAL)
     ends = (("</s>", raw.token_to_id("</s>")), ("<s>", raw.token_to_id("<s>")))
     raw.post_processor = processors.RobertaProcessing(*ends, trim_offsets=True, add_prefix_space=False)
     return _fast(raw, cls_token="<s>", sep_token="</s>")
