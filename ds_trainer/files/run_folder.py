@@ -34,7 +34,6 @@ _WRITTEN_BY_DEEPSPEED = {
     "tensorboard": ("output_path", "job_name"),
     "csv_monitor": ("output_path", "job_name"),
     "flops_profiler": ("output_file",),
-    "autotuning": ("exps_dir", "results_dir", "metric_path", "model_info_path"),
 }
 """The keys of the engine file by which DeepSpeed finds what it writes. It appends a job_name to the output_path."""
 _BY_ENVIRONMENT = {"wandb": "WANDB_DIR", "comet": "COMET_OFFLINE_DIRECTORY"}
@@ -92,15 +91,12 @@ def kept_from_runs(folder: Path) -> Iterator[None]:
     without it: a command that reads needs no right to write.
     """
     with contextlib.ExitStack() as until_read:
-        try:
-            fcntl.flock(until_read.enter_context((folder / _LOCK).open("rb")), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            way_out = "wait until the run ends, or stop it"
-            raise UserError(
-                f"a run is writing to {folder}, and may delete a checkpoint that is read: {way_out}"
-            ) from None
-        except OSError:
-            pass
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if not _taken(until_read.enter_context((folder / _LOCK).open()), fcntl.LOCK_SH):
+                raise UserError(
+                    f"a run is writing to {folder}, and may delete a checkpoint that is read: wait until the run ends, "
+                    f"or stop it"
+                )
         yield
 
 
@@ -271,10 +267,10 @@ def _stays_inside(name: str) -> bool:
     return bool(parts) and parts[0] != "/" and ".." not in parts and "**" not in name
 
 
-def _taken(file: IO[str]) -> bool:
+def _taken(file: IO[str], how: int = fcntl.LOCK_EX) -> bool:
     """Try to lock the file; a file system without locks counts as unlocked."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, how | fcntl.LOCK_NB)
     except OSError as error:
         return not isinstance(error, BlockingIOError)
     return True

@@ -123,7 +123,6 @@ def test_two_objects_of_a_folder_know_each_other_s_claims(tmp_path):
 
 
 PATHS = [("tensorboard", "output_path"), ("csv_monitor", "output_path"), ("flops_profiler", "output_file")]
-PATHS += [("autotuning", key) for key in ("exps_dir", "results_dir", "metric_path", "model_info_path")]
 
 
 def config_of(section: str, key: str, value: str) -> dict[str, Any]:
