@@ -116,7 +116,7 @@ class Checkpoints:
                 f"lower save_total_limit. The newest checkpoint is {newest[0] if newest else 'none yet'}"
             )
             return False
-        self.drop_passing(but=target)
+        self.drop_passing(but=target)  # not before: until the new one is whole, a passing one may be the only one
         return True
 
     def all(self) -> list[Path]:
@@ -171,7 +171,7 @@ class Checkpoints:
 
     def _first_whole(self, choose: Callable[[], Path | None]) -> Checkpoint | None:
         """Verify the checkpoint that rank 0 chooses; rename a damaged one to `damaged-N` and choose again."""
-        while path := distributed.on_main(choose):
+        while path := distributed.on_main(choose):  # rank 0 alone looks, or hosts with stale caches would disagree
             checkpoint, damage = _verified(path)
             if checkpoint:
                 return checkpoint

@@ -8,7 +8,6 @@ leaves frozen parameters and buffers as the model was built.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ Engine = Any
 _WRAPPERS = {
     "FP16_Optimizer": "fused",
     "FP16_UnfusedOptimizer": "unfused",
-    "BF16_Optimizer": "bf16",
     "DeepSpeedZeroOptimizer": "partitioned_states",
     "DeepSpeedZeroOptimizer_Stage3": "partitioned_weights",
 }
-"""DeepSpeed's wrappers of optimizers: without ZeRO, ZeRO 1 in bf16 with fp32 gradients, ZeRO 1 and 2, and ZeRO 3."""
+"""DeepSpeed's wrappers of optimizers: two without ZeRO, one for ZeRO 1 and 2, and one for ZeRO 3."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ def load(engine: Engine, checkpoint: Path) -> None:
     """
     saved = SavedEngine.of(checkpoint)
     refuse_nvme(engine.config, "this run's engine file")
+    # by name, and never by position: another stage has other groups of tensors, and another order in them
     trained = {parameter.name for parameter in saved.parameters()}
     untrained = saved.untrained(trained)
     # checked before anything is overwritten: an engine that is half loaded could not even go on as it was
@@ -96,7 +95,7 @@ def slices(engine: Engine) -> Iterator[Slice]:
     if kind == "partitioned_weights":
         yield from _slices_of_partitions(engine)
         return
-    if kind in ("bf16", "partitioned_states"):
+    if kind == "partitioned_states":
         yield from _slices_of_shares(engine)
         return
     for g, group in enumerate(_whole_groups(engine)):
@@ -147,14 +146,12 @@ def _slices_of_shares(engine: Engine) -> Iterator[Slice]:
     The row is cut into one equal share per rank, wherever the cuts fall in a parameter. With `round_robin_gradients`
     the row has another order than DeepSpeed's `_hp_mapping`, so that the mapping cannot be used.
     """
-    optimizer, rows = engine.optimizer, getattr(engine.optimizer, "round_robin_bit16_groups", None)
-    for g, row in enumerate(rows if rows is not None else optimizer.bf16_groups):
+    optimizer = engine.optimizer
+    for g, row in enumerate(optimizer.round_robin_bit16_groups):
         master = _base(engine).param_groups[g]["params"][0]
         first = torch.distributed.get_rank(optimizer.real_dp_process_group[g]) * master.numel()
-        sizes = [parameter.numel() for parameter in row]
-        starts = [0, *accumulate(sizes)] if rows is None else optimizer.round_robin_bit16_offsets[g]
-        for parameter, size, start in zip(row, sizes, starts, strict=False):  # starts also has the end of the row
-            low, high = max(start, first), min(start + size, first + master.numel())
+        for parameter, start in zip(row, optimizer.round_robin_bit16_offsets[g], strict=True):
+            low, high = max(start, first), min(start + parameter.numel(), first + master.numel())
             if low < high:
                 yield Slice(g, engine.param_names[parameter], master, low - first, high - low, low - start)
 
@@ -165,6 +162,7 @@ def _slices_of_partitions(engine: Engine) -> Iterator[Slice]:
     optimizer = engine.optimizer
     rank = torch.distributed.get_rank(optimizer.dp_process_group)
     for sub, members in enumerate(optimizer.fp16_groups):
+        # every rank's flat tensor has equal parts, padding included, so `start` moves by whole parts on all of them
         start, group = 0, optimizer.sub_group_to_group_id[sub]
         for parameter in members:
             part = parameter.ds_tensor.ds_numel
@@ -194,6 +192,7 @@ def _fill_trained(engine: Engine, saved: SavedEngine) -> None:
             before, now = list(parameter.shape), list(shapes[part.name])
             raise UserError(f"{part.name} is {before} in the checkpoint and {now} in this run's model")
         for key in parameter.tensors():
+            # a fresh optimizer makes its states at its first step, and would start them at zero
             if key != "fp32" and key not in base.state[part.master]:
                 base.state[part.master][key] = torch.zeros_like(part.master)
             place = part.master.data if key == "fp32" else base.state[part.master][key]
@@ -203,6 +202,7 @@ def _fill_trained(engine: Engine, saved: SavedEngine) -> None:
             else:
                 values = whole.view(-1)[part.offset : part.offset + part.length]
                 place.view(-1)[part.start : part.start + part.length].copy_(values)
+        # the state of Adam is only right with the number of steps that it is corrected for
         count = step_counts.setdefault(part.master if counts_each else part.group, {})
         for key, value in parameter.scalars().items():
             count[key] = max(count.get(key, value), value)
@@ -220,7 +220,7 @@ def _update_model(engine: Engine) -> None:
     if kind == "partitioned_weights":
         for sub in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(sub)
-    elif kind in ("bf16", "partitioned_states"):
+    elif kind == "partitioned_states":
         # DeepSpeed links the parameters to their states at the first step that is not skipped, and only once. The
         # states are new tensors now; while there are none yet, that step still comes.
         optimizer._hp_optimizer_states_linked = False

@@ -134,6 +134,7 @@ class SavedEngine:
             flats = [{"fp32": shard[masters][index], **shard[states]["state"].get(index, {})} for shard in self.shards]
             start = 0
             for i, (name, shape) in enumerate(shapes.items()):
+                # shapes are those of whole parameters, so that the places follow without a look at the tensors
                 if self.partitioned:  # each parameter is cut into one equal part per rank, and the last part is padded
                     part = -(-shape.numel() // len(flats))
                     yield SavedParameter(name, shape, [(flat, start, part) for flat in flats])
@@ -167,7 +168,7 @@ class SavedEngine:
     def untrained(self, trained: set[str]) -> dict[str, torch.Tensor]:
         """Return frozen parameters and buffers by name; a tied parameter only under its first name."""
         module = self.model["module"]
-        if not self.partitioned:
+        if not self.partitioned:  # rank 0 has them whole, as all ranks do
             # a tied parameter is in the state dict under each of its names, and among the trained ones under one
             trained_data = {module[name].data_ptr() for name in trained}
             others = {name: value for name, value in module.items() if name not in trained and torch.is_tensor(value)}
@@ -200,7 +201,7 @@ def refuse_nvme(config: Mapping[str, Any], where: str) -> None:
 
 def _parts(flats: Sequence[State], start: int, end: int) -> list[tuple[State, int, int]]:
     """Return where the values `start : end` of a row lie that is cut among the ranks, as `SavedParameter.parts`."""
-    size = flats[0]["fp32"].numel()
+    size = flats[0]["fp32"].numel()  # of a rank's part, the same on all: the last one is padded to it
     ranks = range(start // size, -(-end // size))
     bounds = [(rank, max(start, rank * size), min(end, (rank + 1) * size)) for rank in ranks]
     return [(flats[rank], low - rank * size, high - low) for rank, low, high in bounds]

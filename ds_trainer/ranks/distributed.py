@@ -280,6 +280,7 @@ def on_main(call: Callable[[], T]) -> T:
             broadcast((None, _for_other_ranks(error)))
             raise
         return broadcast((value, None))[0]
+    # without the failure of rank 0 the others would wait in the next collective until its timeout
     value, failure = cast("tuple[Any, Exception | None]", broadcast((None, None)))
     if failure is not None:
         raise failure

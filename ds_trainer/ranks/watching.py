@@ -60,6 +60,7 @@ class RankWatch:
         """Return the error to end with: this one, or a better one that names the lost rank."""
         if isinstance(error, NonFiniteLossError | StoppedError):
             return error  # every rank raises it, so none is lost
+        # an error of a collective is an effect, whose cause is on another rank; any other error is a cause itself
         in_collective, out = _is_of_a_collective(error), isinstance(error, OutOfMemoryError)
         # if the thread has read the cause already, the board is not needed; and it may be gone together with rank 0
         if not (in_collective and self._texts(_OUT)):
@@ -67,6 +68,7 @@ class RankWatch:
                 self._post(_OUT if out else _WAITS if in_collective else _FAILED, str(error) if out else _named(error))
                 if isinstance(error, OutOfMemoryError):  # where several ranks run out, the first to post prints it
                     error.reporter = int(self._board.compare_set("reporter", "", str(error.reporter)))
+            # whoever returns ends its process, and rank 0 takes the board along: first all say what they know
             end = time.monotonic() + _GRACE
             while time.monotonic() < end and self._read() and len(self._notices) < distributed.world_size():
                 time.sleep(_POLL / 5)
@@ -78,6 +80,7 @@ class RankWatch:
             rank: f"{self._who(rank)} hangs, in {text}" for rank, text in self._texts(_BUSY).items()
         }
         message = "; ".join(lost.values()) or f"a rank was lost, and none can be named: {_named(error)}"
+        # one rank prints for all: the first that is not lost itself, or that failed and so is still there to say it
         able_to_print = [rank for rank in range(len(self._roster)) if rank not in lost or rank in self._texts(_FAILED)]
         return LostRankError(message, next(iter(able_to_print), 0))
 
@@ -125,6 +128,7 @@ class RankWatch:
                 if not self._board.check([f"post/{distributed.rank()}"]):
                     self._post(*_whereabouts())
                 self._read()
+            # once a rank is lost, a collective may never end: NCCL waits on the device, and some have no timeout
             if not self.over.wait(_HUNG):
                 self._end()
 
@@ -141,6 +145,7 @@ class RankWatch:
 
 def _whereabouts() -> tuple[str, str]:
     """Return whether the main thread waits in a collective or is busy, and in which line."""
+    # a collective waits in C++, so the Python frames nearest to it tell what the main thread is in
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[::-1]
     if any("torch/distributed" in frame.filename for frame in frames[:6]):
         return _WAITS, ""
