@@ -16,7 +16,7 @@ from figures import Figure, bert_shape, ratio, report, use_threads
 from ds_trainer.engine import engine
 from ds_trainer.engine.optim import Hyperparameters, parameter_groups
 from ds_trainer.ranks import distributed
-from ds_trainer.recipe.prune_specs import PruneSpec
+from ds_trainer.recipe.technique_specs import PruneSpec
 from ds_trainer.techniques.prune.prune import Prune
 from ds_trainer.techniques.technique import PhaseLength
 

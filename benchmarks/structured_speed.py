@@ -27,7 +27,7 @@ from ds_trainer.deploy.onnx_file import outputs, session, write_onnx
 from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.shrunk_model import shrunk_class
 from ds_trainer.ranks import distributed
-from ds_trainer.recipe.prune_specs import PruneSpec
+from ds_trainer.recipe.technique_specs import PruneSpec
 
 TOKENS, THREADS = 128, 2
 KEPT = (1.0, 0.5, 0.25)

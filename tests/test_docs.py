@@ -12,9 +12,8 @@ from support.launching import ROOT
 
 from ds_trainer.cli.main import module_of
 from ds_trainer.recipe.exit_specs import ExitsSpec
-from ds_trainer.recipe.prune_specs import PruneSpec
 from ds_trainer.recipe.recipe import Phase, Recipe
-from ds_trainer.recipe.technique_specs import DistillSpec, StudentSpec
+from ds_trainer.recipe.technique_specs import DistillSpec, PruneSpec, StudentSpec
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]

@@ -19,8 +19,8 @@ from ds_trainer.files.messages import cut, shown
 from ds_trainer.files.run_folder import cache_place, check_output_folder, environment_of, placed_engine_file
 from ds_trainer.models.folders import model_mistakes
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.debugging import wait_for_debugger
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.ranks.joining import wait_for_debugger
 from ds_trainer.recipe.jobs import TrainJob
 from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.recipe.settings import assign, parse_setting

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from ds_trainer.recipe.prune_specs import PruneSpec
 from ds_trainer.recipe.schedules import Schedule, interval, lr_multiplier, steps_of
+from ds_trainer.recipe.technique_specs import PruneSpec
 from ds_trainer.techniques.prune.prune import threshold_schedule
 from ds_trainer.techniques.technique import PhaseLength
 

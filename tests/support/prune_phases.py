@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.recipe.prune_specs import PruneSpec
+from ds_trainer.recipe.technique_specs import PruneSpec
 from ds_trainer.techniques.prune.prune import Prune
 from ds_trainer.techniques.technique import PhaseLength
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from ds_trainer.models.layers import encoder_linears, in_features, swap
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.recipe.prune_specs import BY_SHARE, PruneSpec
 from ds_trainer.recipe.recipe import GroupRule
 from ds_trainer.recipe.schedules import Schedule, steps_of
+from ds_trainer.recipe.technique_specs import BY_SHARE, PruneSpec
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.prune.masked import GateMask, HardMask, MaskedLinear, StepMask
 from ds_trainer.techniques.prune.selection import mask_of, mask_together

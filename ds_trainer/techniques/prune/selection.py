@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_trainer.models.layers import gathered
-from ds_trainer.recipe.prune_specs import BY_SHARE, WHOLE_BLOCKS
+from ds_trainer.recipe.technique_specs import BY_SHARE, WHOLE_BLOCKS
 from ds_trainer.tasks.losses import L0_KEPT_ABOVE
 from ds_trainer.techniques.prune.masked import (
     GateMask,

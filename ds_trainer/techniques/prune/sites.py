@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from ds_trainer.models.layers import AnyLinear, encoder_linears, gathered, rows_of
 from ds_trainer.models.shrunk_model import blocks_of, decisions_of, in_features, layers_of, out_features
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.recipe.prune_specs import KINDS, WHOLE_BLOCKS, PruneSpec
+from ds_trainer.recipe.technique_specs import KINDS, WHOLE_BLOCKS, PruneSpec
 from ds_trainer.techniques.prune.masked import GateMask, Grain
 
 

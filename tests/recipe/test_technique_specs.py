@@ -2,8 +2,8 @@
 
 import pytest
 
-from ds_trainer.recipe.prune_specs import PruneSpec
 from ds_trainer.recipe.recipe import parse_recipe
+from ds_trainer.recipe.technique_specs import PruneSpec
 
 HYBRID = {"attention": "head", "feed_forward": "neuron"}
 

@@ -9,18 +9,18 @@ import psutil
 import pytest
 from support.launching import ROOT, free_port
 
-from ds_trainer.ranks import debugging
-from ds_trainer.ranks.debugging import wait_for_debugger
+from ds_trainer.ranks import joining
 from ds_trainer.ranks.failures import StoppedError, UserError
+from ds_trainer.ranks.joining import wait_for_debugger
 
 debugpy = pytest.importorskip("debugpy")
 
 
 WAITING = """
 import sys
-from ds_trainer.ranks import debugging, distributed
+from ds_trainer.ranks import joining, distributed
 distributed.start_logging()
-debugging.wait_for_debugger(int(sys.argv[1]))
+joining.wait_for_debugger(int(sys.argv[1]))
 """
 
 
@@ -59,7 +59,7 @@ def test_it_waits_no_longer_than_its_launcher_lives(monkeypatch):
     """A launcher that is killed leaves its rank running, which would wait for ever."""
     stub(monkeypatch, False)
     launcher = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setattr(debugging, "launchers", lambda: [psutil.Process(launcher.pid)])
+    monkeypatch.setattr(joining, "launchers", lambda: [psutil.Process(launcher.pid)])
     launcher.kill()  # and not waited for: a zombie has ended
     with pytest.raises(StoppedError, match="its launcher is gone, and no debugger came"):
         wait_for_debugger(5678)
