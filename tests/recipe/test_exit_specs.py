@@ -96,6 +96,15 @@ def test_mistakes_are_told_with_their_place(data, words):
     assert [word for word in words if word not in message] == []
 
 
+def test_fields_of_0_2_that_changed_nothing_are_read():
+    """In a recipe, and in an exits.json."""
+    uncertainty = {"sequence_uncertainty": "least_certain"}
+    old = {"terms": ["heads"], "temperature": 2.0, "head_weights": None, "per_head": False}
+    assert ExitsSpec(**old, **uncertainty) == ExitsSpec()
+    policy = {"criterion": "entropy", "thresholds": [0.1]}
+    assert ExitPolicy(**policy, **uncertainty) == ExitPolicy(**policy)
+
+
 def test_the_policy_of_a_recipe():
     """A threshold picks its criterion where none is named, and goes for every head; a list has one for each; patience
     has tolerances for scores alone."""

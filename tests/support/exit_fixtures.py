@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from support.exit_folders import WORDS, make_classifier, make_folder, spec_of, with_key
+from support.exit_folders import WORDS, make_classifier, make_folder, make_tagger, spec_of, tags_spec, with_key
 
 from ds_trainer.recipe.exit_specs import ExitPolicy
 from ds_trainer.recipe.task_specs import TextSpec
@@ -30,6 +30,17 @@ def classifier(tmp_path_factory: pytest.TempPathFactory, csv_folder: Path, cache
 def task(csv_folder: Path, classifier: Path, cache: Path) -> Task:
     """240 rows to train, a quarter of them held out, and 61 to validate."""
     return build_task(spec_of(csv_folder), classifier, cache)
+
+
+@pytest.fixture(scope="session")
+def tagger(tmp_path_factory: pytest.TempPathFactory, csv_folder: Path, cache: Path) -> Path:
+    """A tagger of the CoNLL files beside that task, with exits; tests leave it as it is."""
+    return make_tagger(tmp_path_factory.mktemp("tagger"), csv_folder, cache)
+
+
+@pytest.fixture
+def tags_task(csv_folder: Path, tagger: Path, cache: Path) -> Task:
+    return build_task(tags_spec(csv_folder), tagger, cache)
 
 
 @pytest.fixture(scope="session")

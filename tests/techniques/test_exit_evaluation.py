@@ -5,26 +5,21 @@ import math
 import random
 import shutil
 from dataclasses import asdict
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exit_folders import CLASSES, ENTROPY, WORDS, exiting, make_folder, spec_of
+from support.exit_folders import CLASSES, ENTROPY, WORDS, exiting, make_folder, run_early, spec_of
 from support.launching import exhaustive
 from torch import Tensor
 
 from ds_trainer.recipe.exit_specs import Criterion, ExitPolicy, ExitsSpec
 from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.registry import build_task
-from ds_trainer.tasks.task import Batch, Task
 from ds_trainer.techniques.exits import exit_evaluation
 from ds_trainer.techniques.exits.early_exit import (
-    doubt,
     doubts_of_all,
     exit_at,
     load_for_inference,
@@ -43,8 +38,6 @@ from ds_trainer.techniques.exits.exit_evaluation import (
 pytest_plugins = ("support.exit_fixtures",)
 
 OF_CLASSES: tuple[Criterion, ...] = ("entropy", "confidence", "patience")
-SINGLE: tuple[tuple[Criterion, int], ...] = (("entropy", 3), ("confidence", 3), ("patience", 1))
-"""Criteria that have a threshold, with the number of classes they go with."""
 
 
 def made_up(seed: int, inner: int, count: int, classes: int, coarse: bool) -> AllHeads:
@@ -76,14 +69,8 @@ def score(logits: Tensor) -> dict[str, float]:
 
 
 def exits(criterion: Criterion, threshold: float, heads: AllHeads) -> list[int]:
-    """Where each row leaves by a threshold."""
-    limits = [threshold] * (len(heads.layers) - 1)
-    if criterion == "patience" and not heads.regression:
-        policy = ExitPolicy(criterion=criterion, patience=int(threshold))
-    else:
-        patience = heads.patience if criterion == "patience" else None
-        policy = ExitPolicy(criterion=criterion, thresholds=limits, patience=patience)
-    written = ExitPolicy.model_validate_json(policy.model_dump_json())
+    """Where each row leaves by a threshold, once it is written and read."""
+    written = ExitPolicy.model_validate_json(heads.policy(criterion, threshold).model_dump_json())
     return exit_at(written, heads.doubts[criterion]).tolist()
 
 
@@ -99,7 +86,7 @@ some_heads = st.builds(
 
 @settings(max_examples=120 if exhaustive() else 40, deadline=None)
 @given(heads=some_heads, criterion=st.sampled_from(OF_CLASSES), tried=st.floats(0, 20))
-def test_a_curve_has_every_threshold_that_changes_an_exit(heads: AllHeads, criterion: Criterion, tried: float) -> None:
+def test_a_curve_has_every_threshold_that_changes_an_exit(heads, criterion, tried):
     """Its points are those of the rows that leave one by one, ties included, also once written and read. They are all
     different, and any threshold decides as one of them. They go from nobody leaving to the earliest exits."""
     criterion = "patience" if heads.regression else criterion
@@ -125,19 +112,19 @@ def test_a_curve_has_every_threshold_that_changes_an_exit(heads: AllHeads, crite
         assert exits(criterion, threshold, heads) in decisions
 
 
-@pytest.mark.parametrize(("criterion", "classes"), SINGLE)
-def test_thinning_keeps_the_ends_and_spreads_evenly(criterion: Criterion, classes: int) -> None:
+def test_thinning_keeps_the_ends_and_spreads_evenly():
     """Of many hundreds of thresholds about a hundred are left, no gap in mean layers above twice the even one."""
-    heads = made_up(seed=1, inner=5, count=400, classes=classes, coarse=False)
-    every, points = curve(criterion, heads, most=10**6), curve(criterion, heads)
-    assert len(every) > 500
-    assert 80 <= len(points) <= 100
-    assert (points[0], points[-1]) == (every[0], every[-1])
-    layers = np.array([point.mean_layers for point in points])
-    assert (-np.diff(layers)).max() <= 2 * (layers[0] - layers[-1]) / 99
+    for criterion, classes in (("entropy", 3), ("confidence", 3), ("patience", 1)):
+        heads = made_up(seed=1, inner=5, count=400, classes=classes, coarse=False)
+        every, points = curve(criterion, heads, most=10**6), curve(criterion, heads)
+        assert len(every) > 500
+        assert 80 <= len(points) <= 100
+        assert (points[0], points[-1]) == (every[0], every[-1])
+        layers = np.array([point.mean_layers for point in points])
+        assert (-np.diff(layers)).max() <= 2 * (layers[0] - layers[-1]) / 99
 
 
-def test_heads_that_are_not_a_number_or_wholly_sure_have_a_curve() -> None:
+def test_heads_that_are_not_a_number_or_wholly_sure_have_a_curve():
     """NaN is never sure. Entropy 0 and confidence 1 everywhere: one point where nobody leaves, and one where all do."""
     logits = torch.randn(4, 9, 3, generator=torch.Generator().manual_seed(2))
     logits[1, 3], logits[:3, 7] = math.nan, math.nan
@@ -151,7 +138,7 @@ def test_heads_that_are_not_a_number_or_wholly_sure_have_a_curve() -> None:
         assert [point.mean_layers for point in curve(criterion, certain)] == [3.0, 1.0]
 
 
-def test_thresholds_between_neighbours_tell_them_apart() -> None:
+def test_thresholds_between_neighbours_tell_them_apart():
     """Where no number lies between two, halving them gives the lower one: every decision still has its threshold."""
     apart = [torch.tensor(1.0)]
     for _ in range(6):
@@ -161,9 +148,7 @@ def test_thresholds_between_neighbours_tell_them_apart() -> None:
     assert [point.mean_layers for point in curve("patience", heads)] == [(21 - left) / 7 for left in range(8)]
     neighbours = torch.tensor([1.0, 1.0], dtype=torch.float64)
     neighbours[1] = neighbours[1].nextafter(torch.tensor(2.0, dtype=torch.float64))
-    start, middle, end = exit_evaluation._between(neighbours).tolist()
-    assert (start, middle) == (0.0, neighbours[1])
-    assert end > neighbours[1]
+    assert exit_evaluation._between(neighbours).tolist()[:2] == [0.0, neighbours[1]]
 
 
 points_of_a_curve = st.lists(
@@ -179,9 +164,7 @@ points_of_a_curve = st.lists(
     full=st.floats(0, 1) | st.sampled_from([0.51, 0.9, 1.0]),
     aim=st.tuples(st.just("target_speedup"), st.floats(1, 12)) | st.tuples(st.just("max_drop"), st.floats(0, 100)),
 )
-def test_the_best_point_that_reaches_the_aim_is_chosen(
-    values: list[tuple[float, float]], full: float, aim: tuple[str, float]
-) -> None:
+def test_the_best_point_that_reaches_the_aim_is_chosen(values, full, aim):
     """For a speed-up the best score, then the fewest layers; for a drop the fewest layers, then the best score."""
     points = [OperatingPoint(0.0, 12.0, {"f1": full}), *(OperatingPoint(1.0, n, {"f1": value}) for n, value in values)]
     spec = ExitsSpec(**dict([aim]))
@@ -201,7 +184,7 @@ def test_the_best_point_that_reaches_the_aim_is_chosen(
     assert key == min(keys)
 
 
-def test_limits_of_a_choice() -> None:
+def test_limits_of_a_choice():
     """1 of 200 answers is half a point in fp32. A fastest that the message names is possible, and NaN does not count; a
     full model of NaN has no drop."""
     full, one_less, two_less = (float(torch.tensor(right) / 200) for right in (107, 106, 105))
@@ -219,163 +202,107 @@ def test_limits_of_a_choice() -> None:
             choose(wrong, 6, spec)
 
 
-@pytest.fixture(scope="module")
-def evaluated(csv_folder: Path, classifier: Path, cache: Path) -> dict[str, Any]:
-    """The evaluation of the classifier's exits, in batches of 8; tests leave it as it is."""
-    return evaluate_exits(classifier, build_task(spec_of(csv_folder), classifier, cache), 8)[1]
+KINDS = {"classes": ("task", "classifier"), "scores": ("scores_task", "regressor"), "tags": ("tags_task", "tagger")}
 
 
-def run_early(task: Task, folder: Path, policy: ExitPolicy | None, split: str = "validation") -> dict[str, Any]:
-    """The scores and the mean layers of a split under a policy, run in batches of 13 in its own order."""
-    model, examples, logits, layers = exiting(task, folder, policy), task.examples(split), [], []
-    for start in range(0, len(examples), 13):
-        out = model(**task.collate(examples, range(len(examples))[start : start + 13]).inputs)
-        logits.append(out.logits)
-        layers += out.exit_layers.tolist()
-    return {"scores": score_of(task, split, torch.cat(logits)), "mean_layers": pytest.approx(sum(layers) / len(layers))}
-
-
-def score_of(task: Task, split: str, logits: Tensor) -> dict[str, Any]:
-    ids = torch.arange(len(logits))
-    scores = task.score(split, task.answers(SimpleNamespace(logits=logits), Batch({}, ids, ids)))
-    return {name: pytest.approx(value, abs=1e-4) for name, value in scores.items()}
-
-
-def test_what_all_heads_say_comes_in_the_order_of_the_split(task: Task, classifier: Path) -> None:
-    """However batches are sorted and padded; the last head is the model's own."""
-    model = exiting(task, classifier)
-    heads = all_heads(model, task, "validation", 7, None)
-    assert (len(heads.answers), heads.doubts.keys()) == (4, set(OF_CLASSES))
-    examples = task.examples("validation")
-    for place in range(0, 61, 7):
-        batch = task.collate(examples, [place])
-        logits = model.all_logits(**batch.inputs)
-        expected = doubt("entropy", logits, None, None)[:-1, 0]
-        torch.testing.assert_close(heads.doubts["entropy"][:, place], expected, atol=1e-5, rtol=1e-4)
-        for answers, one in zip(heads.answers, logits, strict=True):
-            one_by_one = task.answers(SimpleNamespace(logits=one), batch)[place]
-            assert task.decisions(answers[place]) == task.decisions(one_by_one)
-
-
-@pytest.mark.parametrize("kind", ["classes", "scores"])
-def test_what_is_computed_from_all_heads_is_what_the_model_does(
-    kind: str, task: Task, classifier: Path, scores_task: Task, regressor: Path, evaluated: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_computed_from_all_heads_is_what_the_model_does(kind, request):
     """Points of each curve, set as the policy and run, give their scores and layers, and so does the folder's policy.
-
-    A regression has one curve, of its tolerances.
-    """
-    folder = classifier if kind == "classes" else regressor
-    task = task if kind == "classes" else scores_task
-    results = evaluated if kind == "classes" else evaluate_exits(folder, task, 8)[1]
-    of_split = results["splits"]["validation"]
-    assert list(of_split["curves"]) == (list(OF_CLASSES) if kind == "classes" else ["patience"])
+    However batches are sorted and padded. A regression has one curve, of its tolerances."""
+    task, folder = map(request.getfixturevalue, KINDS[kind])
+    of_split = evaluate_exits(folder, task, 8)[1]["splits"]["validation"]
+    heads = all_heads(exiting(task, folder), task, "validation", 7, 1)
+    assert list(of_split["curves"]) == (["patience"] if kind == "scores" else list(OF_CLASSES))
     for criterion, points in of_split["curves"].items():
         for point in points[:: max(1, len(points) // 3)]:
-            threshold, patience = point["threshold"], 1 if criterion == "patience" else None
-            policy = ExitPolicy(criterion=criterion, thresholds=[threshold] * 3, patience=patience)
-            if criterion == "patience" and kind == "classes":
-                policy = ExitPolicy(criterion=criterion, patience=int(threshold))
-            assert {name: point[name] for name in ("scores", "mean_layers")} == run_early(task, folder, policy)
+            policy = heads.policy(criterion, point["threshold"])
+            computed = {name: point[name] for name in ("scores", "mean_layers")}
+            assert computed == run_early(exiting(task, folder, policy), task, "validation")
     early = of_split["early_exit"]
-    assert {name: early[name] for name in ("scores", "mean_layers")} == run_early(task, folder, None)
+    assert kind == "scores" or sum(count > 0 for count in early["exit_counts"].values()) >= 2
+    computed = {name: early[name] for name in ("scores", "mean_layers")}
+    assert computed == run_early(exiting(task, folder), task, "validation")
 
 
-def test_the_result_is_json_of_the_agreed_form(evaluated: dict[str, Any]) -> None:
-    """Each name at its place; counts add up to the examples; saving and speed-up follow from the mean layers."""
-    assert json.loads(json.dumps(evaluated, allow_nan=False)) == evaluated
-    assert (evaluated["layers"], evaluated["num_layers"], evaluated["calibration"]) == ([1, 2, 3, 4], 4, None)
-    assert ExitPolicy(**evaluated["policy"]) == ENTROPY
-    of_split = evaluated["splits"]["validation"]
-    assert list(of_split) == ["heads", "curves", "early_exit"]
-    assert list(of_split["heads"]) == ["1", "2", "3", "4"]
-    early = of_split["early_exit"]
+def test_the_result_is_json_of_the_agreed_form(task, classifier):
+    """Counts add up to the examples; saving and speed-up follow from the mean layers. Every head is scored by itself,
+    the last as the plain model; its classes are not taken for the task's, whose order is another."""
+    _, results = evaluate_exits(classifier, task, 8)
+    assert json.loads(json.dumps(results, allow_nan=False)) == results
+    assert (results["layers"], results["num_layers"], results["calibration"]) == ([1, 2, 3, 4], 4, None)
+    assert ExitPolicy(**results["policy"]) == ENTROPY
+    of_split = results["splits"]["validation"]
+    early, heads = of_split["early_exit"], of_split["heads"]
     assert sum(early["exit_counts"].values()) == 61
-    assert sum(count > 0 for count in early["exit_counts"].values()) >= 3, "the example exits at several heads"
     mean = sum(int(layer) * count for layer, count in early["exit_counts"].items()) / 61
     expected = {"mean_layers": mean, "expected_saving": mean / 4, "expected_speedup": 4 / mean}
     assert {name: early[name] for name in expected} == pytest.approx(expected)
-
-
-def test_every_head_is_scored_by_itself_with_the_models_label_order(
-    task: Task, classifier: Path, evaluated: dict[str, Any]
-) -> None:
-    """The last as the plain model, the first as if everybody left there; classes are not taken for the task's."""
-    model, heads = exiting(task, classifier), evaluated["splits"]["validation"]["heads"]
     batch = task.collate(task.examples("validation"), range(61))
     assert task.label_names == tuple(CLASSES) != tuple(sorted(CLASSES))
+    model = exiting(task, classifier)
     for layer, logits in zip("1234", model.all_logits(**batch.inputs), strict=True):
         assert heads[layer]["accuracy"] == pytest.approx((logits.argmax(-1) == batch.labels).float().mean().item())
     with torch.no_grad():
-        assert heads["4"] == score_of(task, "validation", model.model(**batch.inputs).logits)
-    assert len({scores["accuracy"] for scores in heads.values()}) > 1
+        answers = task.answers(model.model(**batch.inputs), batch)
+    assert heads["4"] == pytest.approx(task.score("validation", answers), abs=1e-4)
 
 
-def test_both_evaluation_splits_of_mnli_are_evaluated(tmp_path: Path, cache: Path) -> None:
+def test_both_evaluation_splits_of_mnli_are_evaluated(tmp_path, cache):
     """Matched and mismatched, each on its own examples; the scores of the second carry its name."""
     labels, rng = ["entailment", "neutral", "contradiction"], random.Random(2)
     (tmp_path / "MNLI").mkdir()
     for file, count in (("train", 12), ("dev_matched", 9), ("dev_mismatched", 14)):
-        lines = [
-            f"{' '.join(rng.choices(WORDS, k=4))}\t{rng.choice(WORDS)}\t{rng.choice(labels)}" for _ in range(count)
-        ]
-        text = "\n".join(["sentence1\tsentence2\tgold_label", *lines]) + "\n"
+        rows = [f"{' '.join(rng.choices(WORDS, k=4))}\t{rng.choice(WORDS)}\t{rng.choice(labels)}" for _ in range(count)]
+        text = "\n".join(["sentence1\tsentence2\tgold_label", *rows]) + "\n"
         (tmp_path / "MNLI" / f"{file}.tsv").write_text(text)
     folder = make_folder(tmp_path / "model", labels, ENTROPY)
     task = build_task(TextSpec(name="mnli", data_dir=str(tmp_path)), folder, cache)
     flat, results = evaluate_exits(folder, task, 8)
-    counts = {split: sum(of["early_exit"]["exit_counts"].values()) for split, of in results["splits"].items()}
-    assert counts == {"validation": 9, "validation_mismatched": 14}
-    names = ["accuracy", "mean_layers", "expected_saving"]
-    names += [f"leave_at_{layer}" for layer in results["layers"]]
+    first, second = results["splits"].values()
+    assert [sum(of["early_exit"]["exit_counts"].values()) for of in (first, second)] == [9, 14]
+    names = ["accuracy", "mean_layers", "expected_saving", *(f"leave_at_{layer}" for layer in results["layers"])]
     expected = {f"early_exit/{name}" for name in names} | {f"exit_{layer}/accuracy" for layer in (1, 2, 3)}
     assert set(flat) == expected | {f"validation_mismatched/{name}" for name in expected}
-    first, second = results["splits"].values()
     assert flat["exit_1/accuracy"] == first["heads"]["1"]["accuracy"]
     assert flat["validation_mismatched/early_exit/leave_at_1"] == second["early_exit"]["exit_counts"]["1"]
     assert flat["validation_mismatched/early_exit/accuracy"] == second["early_exit"]["scores"]["accuracy"]
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("kind", "fields"),
     [
-        {"target_speedup": 1.5},
-        {"max_drop": 3.0},
-        {"target_speedup": 1.5, "criterion": "confidence"},
-        {"max_drop": 100, "criterion": "patience"},
+        ("tags", {"max_drop": 2.0}),
+        ("classes", {"target_speedup": 1.5, "criterion": "confidence"}),
+        ("classes", {"max_drop": 100, "criterion": "patience"}),
     ],
 )
-def test_calibration_reaches_its_target_on_the_held_out_examples(
-    fields: dict[str, Any], task: Task, classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibration_reaches_its_target_on_the_held_out_examples(kind, fields, request, tmp_path, monkeypatch):
     """Run under the folder's new policy, the held-out examples are as fast and as well scored as recorded; no other
     split is looked at, and the rest of exits.json stays."""
-    folder = shutil.copytree(classifier, tmp_path / "model")
+    task, folder = map(request.getfixturevalue, KINDS[kind])
+    before, folder = read_exits(folder), shutil.copytree(folder, tmp_path / "model")
     asked, examples = set(), task.examples
     monkeypatch.setattr(task, "examples", lambda split: (asked.add(split), examples(split))[1])
     record = calibrate_folder(folder, task, 16, ExitsSpec(**fields))
     assert asked == {"held_out"}
-    saved, before = read_exits(folder), read_exits(classifier)
+    saved, criterion = read_exits(folder), fields.get("criterion", "entropy")
     assert saved.calibration == record
     assert saved.model_copy(update={"policy": before.policy, "calibration": None}) == before
-    loaded: Any = load_for_inference(folder)
-    assert loaded.policy == saved.policy
-    criterion = fields.get("criterion", "entropy")
     limit = {"patience": 1} if criterion == "patience" else {"thresholds": [record["threshold"]] * 3}
     assert saved.policy == ExitPolicy(criterion=criterion, **limit)
-    assert {name: record[name] for name in ("scores", "mean_layers")} == run_early(task, folder, None, "held_out")
+    early = load_for_inference(folder)
+    assert {name: record[name] for name in ("scores", "mean_layers")} == run_early(early, task, "held_out")
     expected = {"split": "held_out", "examples": 60, "criterion": criterion, "target_speedup": None, "max_drop": None}
     assert expected | fields == {name: record[name] for name in expected}
     assert record["expected_speedup"] == pytest.approx(4 / record["mean_layers"])
     assert record["expected_speedup"] >= fields.get("target_speedup", 1)
-    full = run_early(task, classifier, ExitPolicy(criterion="entropy", thresholds=[0.0] * 3), "held_out")["scores"]
-    assert record["full_scores"] == full
-    assert record["scores"]["accuracy"] >= record["full_scores"]["accuracy"] - fields.get("max_drop", 100) / 100 - 1e-6
+    never = ExitPolicy(criterion="entropy", thresholds=[0.0] * 3)
+    assert record["full_scores"] == run_early(exiting(task, folder, never), task, "held_out")["scores"]
+    (score, *_), (full, *_) = (list(record[name].values()) for name in ("scores", "full_scores"))
+    assert score >= full - fields.get("max_drop", 100) / 100 - 1e-6
 
 
-def test_a_regression_calibrates_its_tolerance_at_the_given_patience(
-    scores_task: Task, regressor: Path, tmp_path: Path
-) -> None:
+def test_a_regression_calibrates_its_tolerance_at_the_given_patience(scores_task, regressor, tmp_path):
     """By default that of the folder; evaluation has the record, unless the model runs under another policy."""
     folder = shutil.copytree(regressor, tmp_path / "model")
     for patience, layers in ((2, 3), (None, 3), (1, 2)):
@@ -390,9 +317,7 @@ def test_a_regression_calibrates_its_tolerance_at_the_given_patience(
         calibrate_folder(folder, scores_task, 16, ExitsSpec(criterion="entropy", max_drop=1))
 
 
-def test_what_cannot_be_calibrated_changes_nothing(
-    csv_folder: Path, classifier: Path, cache: Path, task: Task, tmp_path: Path
-) -> None:
+def test_what_cannot_be_calibrated_changes_nothing(csv_folder, classifier, cache, task, tmp_path):
     """An aim that is out of reach, and other examples than those that training held out: as many of another file, or of
     a file that has changed. Another length is the same examples."""
     folder = shutil.copytree(classifier, tmp_path / "model")

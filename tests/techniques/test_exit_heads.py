@@ -77,7 +77,7 @@ def test_a_head_drops_out_while_training_alone():
     assert torch.equal(head.eval()(hidden, mask), head(hidden, mask))
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "modernbert"])
+@pytest.mark.parametrize("family", ["roberta", "modernbert"])
 def test_mean_pooling_ignores_padding(family):
     """What stands at masked places changes no logit; what stands at the others does, at every one of them."""
     (head,) = new_heads(classifier(family), [1], "mean").values()
@@ -122,15 +122,13 @@ def test_pooling_is_the_models_own_or_the_one_asked_for():
     assert torch.equal(first(changed, mask), first(hidden, mask))
 
 
-@pytest.mark.parametrize("kind", ["albert", "funnel", "gpt2", "xlnet"])
+@pytest.mark.parametrize("kind", ["albert", "gpt2"])
 def test_a_head_of_a_form_that_is_not_known_is_refused(kind):
     """As a ValueError that names the model's class, not with heads that say something else."""
     small = {"vocab_size": 99, "num_labels": 3, "pad_token_id": 0}
     fields = {
         "albert": SMALL | {"embedding_size": 16},
-        "funnel": {"d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 32, "block_sizes": [2, 2]},
         "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 16},
-        "xlnet": {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 32},
     }[kind]
     model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **fields | small)).eval()
     with pytest.raises(ValueError, match=rf"exits: .*{type(model).__name__}"):
@@ -195,15 +193,11 @@ def test_heads_come_back_from_a_folder_bit_for_bit(bert, tmp_path):
     ("change", "file", "words"),
     [
         ({"layers": [1, 4]}, EXITS_FILE, "a head after layer 4, and the model has 4"),
-        ({"layers": [3, 1]}, EXITS_FILE, "from first to last"),
         ({"layers": [1, 2]}, HEADS_FILE, "does not hold the heads of this model"),
         ({"policy": {"criterion": "entropy", "thresholds": [0.1]}}, EXITS_FILE, "1 thresholds for 2 heads"),
-        ({"policy": {"criterion": "entropy", "thresholds": [-0.1, 0.1]}}, EXITS_FILE, "-0.1"),
-        ({"version": 2}, EXITS_FILE, "version"),
         ({"laiers": [1]}, EXITS_FILE, 'did you mean "layers"'),
         ("cut json", EXITS_FILE, ""),
         ("cut heads", HEADS_FILE, "does not hold the heads of this model"),
-        ("no heads", HEADS_FILE, "does not hold the heads of this model"),
         ("other shape", HEADS_FILE, "size mismatch"),
         ("other family", HEADS_FILE, "does not hold the heads of this model"),
     ],
@@ -217,8 +211,6 @@ def test_heads_that_are_not_the_models_are_told(bert, folder, change, file, word
         exits.write_text(exits.read_text()[:40])
     elif change == "cut heads":
         heads.write_bytes(heads.read_bytes()[:-100])
-    elif change == "no heads":
-        heads.unlink()
     else:
         other = classifier("bert", hidden_size=64) if change == "other shape" else classifier("roberta")
         save_heads(folder, new_heads(other, [1, 3], None), saved_exits())
@@ -228,11 +220,3 @@ def test_heads_that_are_not_the_models_are_told(bert, folder, change, file, word
     assert [word for word in (file, words) if word not in message] == []
     assert "\n" not in message
     assert len(message) < 500
-
-
-def test_exits_of_version_0_2_are_read():
-    """A field that changed nothing is dropped; the mean over tokens, which is gone, is told with the way out."""
-    old = {"criterion": "entropy", "thresholds": [0.1], "patience": None, "sequence_uncertainty": "least_certain"}
-    assert ExitPolicy(**old) == ExitPolicy(criterion="entropy", thresholds=[0.1])
-    with pytest.raises(ValueError, match=r"sequence_uncertainty was removed in 0\.3: .* calibrate again"):
-        ExitPolicy(**old | {"sequence_uncertainty": "mean"})

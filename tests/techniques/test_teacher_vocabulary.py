@@ -60,9 +60,7 @@ def started(spec: Any, student: str, teacher: str, cache: Path, **fields: Any) -
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("family", ["bert", "roberta", "gpt2"])
-def test_the_teacher_answers_as_it_does_to_its_own_tokens(
-    family: str, cached: bool, classes: TextSpec, tmp_path: Path
-) -> None:
+def test_the_teacher_answers_as_it_does_to_its_own_tokens(family, cached, classes, tmp_path):
     """Logits and states of padded batches, from the model and from the cache. GPT-2 finds the last token of a text by
     the padding token, which its config does not name here, and which the student numbers otherwise."""
     tokenizer = word_pieces() if family == "bert" else byte_pairs()
@@ -86,7 +84,7 @@ def test_the_teacher_answers_as_it_does_to_its_own_tokens(
 
 
 @pytest.mark.parametrize("kind", ["mlm", "clm"])
-def test_logits_over_a_vocabulary_are_those_of_the_student_s_tokens(kind: str, tmp_path: Path) -> None:
+def test_logits_over_a_vocabulary_are_those_of_the_student_s_tokens(kind, tmp_path):
     """The teacher's columns in the student's order: a student that is the cut teacher has nothing to learn from it."""
     spec = parse_task(lm_files(kind, tmp_path))
     tokenizer, family = (word_pieces(), "bert") if kind == "mlm" else (byte_pairs(), "gpt2")
@@ -102,7 +100,7 @@ def test_logits_over_a_vocabulary_are_those_of_the_student_s_tokens(kind: str, t
 
 @pytest.mark.parametrize("cached", [False, True, {"top_k": 5}])
 @pytest.mark.parametrize("padding", [(0, 7), (7, 0), (3, 9)])
-def test_a_padded_head_is_compared_over_the_tokens(padding: tuple[int, int], cached: Any, tmp_path: Path) -> None:
+def test_a_padded_head_is_compared_over_the_tokens(padding, cached, tmp_path):
     """One tokenizer, and rows of the student's head or the teacher's that are no tokens and have large logits: models
     that are otherwise the same answer the same, and rows without a token get no gradient."""
     spec, tokenizer = parse_task(lm_files("clm", tmp_path)), byte_pairs()
@@ -129,7 +127,7 @@ def test_a_padded_head_is_compared_over_the_tokens(padding: tuple[int, int], cac
     assert scored.logits.shape[-1] == len(tokenizer)
 
 
-def test_a_teacher_that_was_cut_itself_is_refused(classes: TextSpec, tmp_path: Path) -> None:
+def test_a_teacher_that_was_cut_itself_is_refused(classes, tmp_path):
     """It has no number for some of the student's tokens; the message names some of them."""
     tokenizer = word_pieces()
     cut, whole = folders(classes, classifier("bert", len(tokenizer), 0), tokenizer, tmp_path)
