@@ -18,7 +18,6 @@ import math
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
@@ -67,14 +66,13 @@ class RunLog:
         self._log: FileIO | None = None
         self._log_is_complete = True
         self._events: Any = None
-        self._bar: Any = None
         self._opened = 0, time.monotonic()
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for sink in (self._log, self._events, self._bar):
+        for sink in (self._log, self._events):
             if sink is not None:
                 sink.close()
 
@@ -100,9 +98,6 @@ class RunLog:
 
                 folder = self._folder / "tensorboard" / self.phase
                 self._events = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-        if distributed.is_main() and sys.stderr.isatty():
-            total, name = self._total_steps, self.phase
-            self._bar = tqdm(initial=step, total=total, desc=name, unit="step", dynamic_ncols=True)
         self._opened = step, time.monotonic()
 
     def state(self) -> dict[str, Any]:
@@ -217,11 +212,8 @@ class RunLog:
     def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
         """Record the scores of an evaluation and print them; collective."""
         self.write(step, {f"eval/{name}": value for name, value in scores.items()} | _memory("eval/memory"))
-        line = f"{self.phase}: step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
-        if self._bar is not None:
-            self._bar.write(line, file=sys.stderr)  # above the bar
-        else:
-            distributed.info(line)
+        line = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        distributed.info(f"{self.phase}: step {step}  {line}")
 
     def totals(self) -> dict[str, float]:
         """Return epochs, mean loss over examples, seconds except evaluations and saves, and examples/s of all ranks."""
@@ -237,21 +229,19 @@ class RunLog:
         return (self._total_examples + self._counts["examples"]) / self._training_examples
 
     def _show(self, step: int, record: Mapping[str, float]) -> None:
-        """Show a record on the console: in the progress bar, or as a line."""
+        """Show a record on the console, with the time left by the clock.
+
+        It includes evaluations and saves, which the steps that are left come with, too.
+        """
         rate = max((value for name, value in record.items() if name.startswith("train/lr/")), default=0.0)
         shown = {"epoch": f"{self._epoch():.2f}", "loss": f"{record['train/loss']:.4f}", "lr": f"{rate:.2e}"}
         for density in [value for name, value in record.items() if re.fullmatch(r"\w+/density", name)]:
             shown["density"] = f"{density:.3f}"
-        if self._bar is not None:
-            self._bar.set_postfix(shown, refresh=False)
-            self._bar.update(step - self._bar.n)
-        else:
-            text = "  ".join(f"{name} {value}" for name, value in shown.items())
-            # by the clock, since the steps that are left also come with their evaluations and saves
-            begun, seconds = self._opened[0], time.monotonic() - self._opened[1]
-            left = tqdm.format_interval(seconds / max(1, step - begun) * (self._total_steps - step))
-            speed = f"{record['train/examples_per_s']:.1f} examples/s"
-            distributed.info(f"{self.phase}: step {step} of {self._total_steps}  {text}  {speed}  {left} left")
+        text = "  ".join(f"{name} {value}" for name, value in shown.items())
+        begun, seconds = self._opened[0], time.monotonic() - self._opened[1]
+        left = tqdm.format_interval(seconds / max(1, step - begun) * (self._total_steps - step))
+        speed = f"{record['train/examples_per_s']:.1f} examples/s"
+        distributed.info(f"{self.phase}: step {step} of {self._total_steps}  {text}  {speed}  {left} left")
 
 
 def drop_later_records(log: Path, phase: str, step: int, evaluated: int) -> None:
