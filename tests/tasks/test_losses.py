@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -11,7 +12,16 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_trainer.tasks import losses
-from ds_trainer.tasks.losses import PAD_LOGIT, Kind, TopK, divergence, hidden_cosine, hidden_mse, logit_mse
+from ds_trainer.tasks.losses import (
+    PAD_LOGIT,
+    Kind,
+    TopK,
+    divergence,
+    hidden_cosine,
+    hidden_mse,
+    logit_mse,
+    soft_target_loss,
+)
 
 
 def logits(rows: int, classes: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,3 +142,16 @@ def test_terms_on_logits_and_states_by_hand():
         assert float(hidden_cosine(student, teacher, torch.tensor([mask]))) == pytest.approx(expected, abs=1e-6)
     student = torch.tensor([[[1.0, 3.0], [7.0, 7.0]]])
     assert float(hidden_mse(student, torch.zeros(1, 2, 2), torch.tensor([[1, 0]]))) == pytest.approx((1 + 9) / 2)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_soft_targets_of_several_labels_compare_every_class_alone(kind):
+    """The divergence of two Bernoulli distributions at a temperature, mean over rows and classes, and its gradient."""
+    student, teacher = logits(5, 3)
+    shares = ((one.double() / 2).sigmoid() for one in (student, teacher))
+    pairs = [torch.stack([share, 1 - share], -1).log() for share in shares]
+    by_hand = 4 * plain(*(pair.flatten(0, 1) for pair in pairs), kind)
+    (expected,) = torch.autograd.grad(by_hand, student)
+    found = soft_target_loss(SimpleNamespace(regression=False, multi_label=True), student, teacher.clone(), 2.0, kind)
+    assert found.item() == pytest.approx(by_hand.item(), rel=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(found, student)[0], expected, rtol=1e-4, atol=1e-6)

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.launching import exhaustive
 from support.official_files import OFFICIAL
 
 from ds_trainer.files import reading
 from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.records import FileRecords
-from ds_trainer.tasks.registry import check_data_files
+from ds_trainer.tasks.registry import check_data_files, training_texts
+from ds_trainer.tasks.text import docstrings
+from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs
 from ds_trainer.tasks.text.text_data import GLUE, is_regression, records
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
@@ -307,6 +310,43 @@ def test_mistakes_of_every_kind_are_listed_before_torch_is_loaded(tmp_path: Path
     assert "did you mean 'sst2'" in name[0]
     assert [text.split()[0] for text in settings] == ["metrics:", "the", "the", "the"]
     assert fine == []
+
+
+def test_docstrings_are_the_first_paragraphs_of_5_to_60_words(tmp_path: Path) -> None:
+    """Read from source that is never run; names that hold the answer are masked; short ones are left out."""
+    source = (
+        '"""Compute the `torch.Tensor` product\nof two numpy arrays here.\n\nMore."""\nraise SystemExit\n'
+        'class A:\n    """Too short."""\n'
+        '    def f(self):\n        """Return DeepSpeedEngine, PyTorch and np.ndarray."""\n'
+    )
+    (tmp_path / "a.py").write_text(source, encoding="utf-8")
+    assert list(_first_paragraphs(tmp_path / "a.py")) == [
+        "Compute the `this.Tensor` product of two this arrays here.",
+        "Return this, this and this.this.",
+    ]
+
+
+def test_docstrings_are_real_distinct_and_do_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes of hundreds to thousands, capped; no text is twice, in a split, in both or in two classes.
+
+    The two largest packages take most of the time, and are read with --exhaustive.
+    """
+    packages = docstrings.PACKAGES if exhaustive() else ("deepspeed", "numpy", "python")
+    monkeypatch.setattr(docstrings, "PACKAGES", packages)
+    extracted = docstrings.extracted.__wrapped__()
+    monkeypatch.setattr(docstrings, "extracted", lambda: extracted)
+    splits = {split: [row.value for row in records(TextSpec(), split).rows()] for split in ("train", "validation")}
+    texts = [row.texts[0] for rows in splits.values() for row in rows]
+    assert len(set(texts)) == len(texts)
+    assert 1_000 * len(packages) < len(splits["train"]) < 4_000 * len(packages)
+    assert 0.08 < len(splits["validation"]) / len(texts) < 0.3
+    for rows in splits.values():
+        counts = {name: sum(row.label == name for row in rows) for name in {row.label for row in rows}}
+        assert len(counts) == len(packages)
+        assert min(counts.values()) > 100
+        assert max(counts.values()) <= CLASS_CAP
+        assert len({row.label for row in rows[:50]}) >= len(packages) - 1, "shuffled"
+    assert len(training_texts(TextSpec(name="docstrings"))) == len(splits["train"])
 
 
 @pytest.mark.real

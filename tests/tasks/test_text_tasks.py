@@ -1,7 +1,8 @@
-"""Text tasks from rows to a score: batches, labels in the model's order, models, metrics, embedded docstrings."""
+"""Text tasks from rows to a score: batches, labels in the model's order, models, metrics, several labels."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,6 @@ import scipy.stats
 import sklearn.metrics
 import torch
 from support.csv_files import SENTENCES, write_csv
-from support.launching import exhaustive
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -25,19 +25,23 @@ from transformers import (
     RobertaModel,
 )
 
+from ds_trainer.cuts.calibration import calibration_of
 from ds_trainer.models.classifiers import label_order
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.exit_specs import ExitsSpec
 from ds_trainer.recipe.task_specs import TextSpec
+from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.run.loop import micro_batches
 from ds_trainer.run.objective import Objective
 from ds_trainer.tasks.evaluation import evaluate
-from ds_trainer.tasks.registry import build_task, training_texts
+from ds_trainer.tasks.registry import build_task, check_data_files
 from ds_trainer.tasks.task import Forward
-from ds_trainer.tasks.text import docstrings
-from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs
-from ds_trainer.tasks.text.text_data import positive_class, records
+from ds_trainer.tasks.text.text_data import positive_class
 from ds_trainer.tasks.text.text_task import TextTask, class_scores, regression_scores
+from ds_trainer.techniques.distill.distill import Distill
+from ds_trainer.techniques.exits.exits import Exits
+from ds_trainer.techniques.technique import PhaseLength
 
 MNLI = ("entailment", "neutral", "contradiction")
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -324,38 +328,102 @@ def test_a_weighted_loss_is_the_mean_over_the_global_batch(build: Any, classifie
         assert total == pytest.approx(float(whole), rel=1e-6)
 
 
-def test_docstrings_are_the_first_paragraphs_of_5_to_60_words(tmp_path: Path) -> None:
-    """Read from source that is never run; names that hold the answer are masked; short ones are left out."""
-    source = (
-        '"""Compute the `torch.Tensor` product\nof two numpy arrays here.\n\nMore."""\nraise SystemExit\n'
-        'class A:\n    """Too short."""\n'
-        '    def f(self):\n        """Return DeepSpeedEngine, PyTorch and np.ndarray."""\n'
-    )
-    (tmp_path / "a.py").write_text(source, encoding="utf-8")
-    assert list(_first_paragraphs(tmp_path / "a.py")) == [
-        "Compute the `this.Tensor` product of two this arrays here.",
-        "Return this, this and this.this.",
-    ]
+LABELS = [["fear", "anger"], ["joy"], [], ["anger"], ["joy", "fear"], ["fear"]]
+GOLD = np.array([[1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 0, 0], [0, 1, 1], [0, 1, 0]], bool)
+"""By anger, fear, joy."""
 
 
-def test_docstrings_are_real_distinct_and_do_not_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Classes of hundreds to thousands, capped; no text is twice, in a split, in both or in two classes.
+def several(folder: Path, labels: list[Any] = LABELS, **fields: Any) -> TextSpec:
+    """A spec of JSON lines with these labels."""
+    rows = [json.dumps({"text": text, "labels": label}) for text, label in zip(SENTENCES, labels, strict=True)]
+    (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    files = {"data_dir": str(folder), "train_file": "rows.jsonl", "validation_file": "rows.jsonl", "multi_label": True}
+    return TextSpec(**{"name": "text", "text_columns": ["text"], "label_column": "labels"} | files | fields)
 
-    The two largest packages take most of the time, and are read with --exhaustive.
-    """
-    packages = docstrings.PACKAGES if exhaustive() else ("deepspeed", "numpy", "python")
-    monkeypatch.setattr(docstrings, "PACKAGES", packages)
-    extracted = docstrings.extracted.__wrapped__()
-    monkeypatch.setattr(docstrings, "extracted", lambda: extracted)
-    splits = {split: [row.value for row in records(TextSpec(), split).rows()] for split in ("train", "validation")}
-    texts = [row.texts[0] for rows in splits.values() for row in rows]
-    assert len(set(texts)) == len(texts)
-    assert 1_000 * len(packages) < len(splits["train"]) < 4_000 * len(packages)
-    assert 0.08 < len(splits["validation"]) / len(texts) < 0.3
-    for rows in splits.values():
-        counts = {name: sum(row.label == name for row in rows) for name in {row.label for row in rows}}
-        assert len(counts) == len(packages)
-        assert min(counts.values()) > 100
-        assert max(counts.values()) <= CLASS_CAP
-        assert len({row.label for row in rows[:50]}) >= len(packages) - 1, "shuffled"
-    assert len(training_texts(TextSpec(name="docstrings"))) == len(splits["train"])
+
+def test_several_labels_are_read_from_lists(build: Any, classifier: Any, tmp_path: Path, caplog: Any) -> None:
+    """In JSON lines, and as JSON and pandas write them into CSV; the counts of every class are told."""
+    caplog.set_level("INFO", logger="ds_trainer")
+    folder, spec = classifier("joy", "anger", "fear"), several(tmp_path)
+    task = build(spec, folder)
+    assert task.label_names == ("joy", "anger", "fear")
+    assert (task.examples("train").fields["labels"] == GOLD).all()
+    assert "classes: 2 anger, 3 fear, 2 joy" in caplog.text
+    assert task.build_model(folder).config.problem_type == "multi_label_classification"
+    cells = (repr(LABELS[0]), json.dumps(LABELS[1]), "[]", *map(repr, LABELS[3:]))
+    rows = ['"' + cell.replace('"', '""') + '"' for cell in cells]
+    text = "\n".join(f"{text},{row}" for text, row in zip(SENTENCES, rows, strict=True))
+    (tmp_path / "rows.csv").write_text(f"text,labels\n{text}\n", encoding="utf-8")
+    assert (build(spec, folder, train_file="rows.csv").examples("train").fields["labels"] == GOLD).all()
+
+
+@pytest.mark.parametrize(
+    ("labels", "fields", "message"),
+    [
+        ([[["fear"]], *LABELS[1:]], {}, r"rows\.jsonl, line 1: 'labels' has a list, .*where one label is expected"),
+        ([*LABELS[:5], "fear"], {}, r"line 6: 'labels' is 'fear', where a list of labels is expected"),
+        (["{'fear', 'anger'}", *LABELS[1:]], {}, "line 1: .*where a list of labels is expected"),
+        (LABELS, {"multi_label": False}, "line 1: 'labels' has a list, .*: set multi_label to true"),
+        (["['joy']", *LABELS[1:]], {"multi_label": False}, "line 1: 'labels' has text, .*: set multi_label to true"),
+    ],
+)
+def test_labels_that_are_no_lists_throughout_are_refused(
+    labels: list[Any], fields: dict[str, Any], message: str, build: Any, tmp_path: Path
+) -> None:
+    """Lists of lists, lists beside classes, each with its line; and what goes with one class only."""
+    with pytest.raises(UserError, match=message):
+        build(several(tmp_path, labels, **fields)).examples("train")
+    specs = several(tmp_path, positive_class="joy", metrics=["f1"]), several(tmp_path, regression=True)
+    mistakes = [mistake.split(":")[0] for spec in specs for mistake in check_data_files(spec)]
+    assert mistakes == ["metrics", "positive_class", "multi_label"]
+
+
+def test_loss_and_scores_of_several_labels_are_those_of_each_class_alone(
+    build: Any, classifier: Any, tmp_path: Path
+) -> None:
+    """Binary cross entropy, in the head's order; micro and macro F1 by hand; weights of what is there."""
+    folder = classifier("joy", "anger", "fear")
+    task = build(several(tmp_path), folder)
+    batch = task.collate(task.examples("train"), range(6))
+    assert (batch.labels[:, [1, 2, 0]].numpy() == GOLD).all()
+    logits = torch.where(batch.labels > 0, 1.0, -1.0)
+    logits[4, 0] = -0.5  # joy is not given to the fifth
+    logits[2, 1] = 0.5  # anger is given to the third
+    out = SimpleNamespace(logits=logits)
+    terms = torch.nn.functional.softplus(torch.where(batch.labels > 0, -logits, logits))
+    torch.testing.assert_close(task.loss(out, batch), terms.mean())
+    answers = task.answers(out, batch)
+    assert task.score("validation", answers) == pytest.approx({"micro_f1": 12 / 14, "macro_f1": (0.8 + 1 + 2 / 3) / 3})
+    more = {"macro_f1": (0.8 + 1 + 2 / 3) / 3, "f1/anger": 0.8, "f1/fear": 1, "f1/joy": 2 / 3}
+    assert task.further_scores("validation", answers) == pytest.approx(more)
+    right = dict(enumerate(np.where(GOLD[:, [2, 0, 1]], 1, -1).astype(np.float32)))  # by joy, anger, fear
+    assert task.agreement("validation", answers, right) == pytest.approx(4 / 6)
+    lines = task.artifacts("validation", answers)["predictions.csv"].splitlines()
+    assert lines[0] == "line,label,answer,p(anger),p(fear),p(joy)"
+    assert lines[5] == "5,fear|joy,fear,0.268941,0.731059,0.377541"
+    joyless = dict.fromkeys(range(6), np.float32([-1, 1, 1]))
+    assert task.never_answered("validation", joyless) == {"joy": 2}
+    weighted = build(several(tmp_path), folder, class_weights="balanced")
+    factors = torch.where(batch.labels > 0, torch.tensor([2.0, 2.0, 1.0]), torch.tensor(1.0))
+    torch.testing.assert_close(weighted.loss(out, batch), (factors * terms).mean())
+
+
+def test_distillation_and_cuts_follow_the_teachers_labels(build: Any, classifier: Any, tmp_path: Path) -> None:
+    """Agreement counts each class; the divergence that sizes a cut is 0 from itself; exits are refused."""
+    folder = classifier("joy", "anger", "fear")
+    task = build(several(tmp_path), folder)
+    student: Any = task.build_model(folder).eval()
+    distill = Distill(DistillSpec(teacher=str(folder), terms=["logits"]), PhaseLength(4, 1, 0), task)
+    distill.attach(student)
+    distill.start(torch.device("cpu"))
+    batch = task.collate(task.examples("train"), range(6))
+    logits = student(**batch.inputs).logits.detach()
+    for shared, sign in ((1.0, 1), (17 / 18, -1)):
+        logits[0, 0] *= sign
+        distill.terms(Forward(batch, SimpleNamespace(logits=logits, attentions=None), 0))
+        assert distill.readings() == {"distill/agreement": pytest.approx(shared)}
+    calibration = calibration_of(task, 6, 0)
+    answers = calibration.answers(student)
+    assert calibration.divergence(answers, answers) == pytest.approx(0, abs=1e-6)
+    with pytest.raises(UserError, match="exits: a text with several labels has no point"):
+        Exits(ExitsSpec(), PhaseLength(4, 1, 0), task)

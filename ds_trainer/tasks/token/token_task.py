@@ -75,13 +75,6 @@ class TokenTask(Task):
     def hashed_values(self) -> list[Any]:
         return [self.label_names]
 
-    def description(self, rows: Sequence[Row[Sentence]], examples: Examples) -> str:
-        words, tagged = sum(len(row.value.words) for row in rows), int((examples.tokens["word"] > 0).sum())
-        return (
-            f"{words:,} words of {len(rows):,} sentences in {len(examples):,} windows, "
-            f"{examples.lengths.mean():.1f} tokens on average; the tokenizer makes no token of {words - tagged:,} words"
-        )
-
     def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, float]:
         return super().counts(examples, ids) | {"label": int(examples.fields["labels"][ids].sum())}
 
