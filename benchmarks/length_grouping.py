@@ -104,12 +104,13 @@ def tasks_of(folder: Path) -> dict[str, Task]:
     config = BertConfig(vocab_size=len(tokenizer), **BERT)
     BertForSequenceClassification(config).save_pretrained(folder / "sst2")
     BertForMaskedLM(config).save_pretrained(folder / "wikitext2")
+    few: dict[str, Any] = {"max_train_samples": 200 if is_quick() else None}
     wikitext2 = LmSpec(
-        name="mlm", data_dir=str(SHARED / "data/wikitext-2"), train_file="valid.txt", validation_file="test.txt"
+        name="mlm", data_dir=str(SHARED / "data/wikitext-2"), train_file="valid.txt", validation_file="test.txt", **few
     )
     return {
         "sst2": TextTask(
-            TextSpec(name="sst2", data_dir=str(SHARED / "data")), tokenizer, folder / "sst2", folder / "cache"
+            TextSpec(name="sst2", data_dir=str(SHARED / "data"), **few), tokenizer, folder / "sst2", folder / "cache"
         ),
         "wikitext2": LmTask(wikitext2, tokenizer, folder / "wikitext2", folder / "cache"),
     }

@@ -133,6 +133,8 @@ def main() -> None:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     llama = LlamaConfig(**sizes, intermediate_size=WIDTH * 8 // 3, max_position_embeddings=LENGTH, **special)
     configs = {"llama": llama, "gpt2": GPT2Config(**sizes, n_positions=LENGTH, **dropout, **special)}
+    if is_quick():
+        del configs["llama"]
     with tempfile.TemporaryDirectory() as folder:
         report(*(f for name, config in configs.items() for f in figures_of(name, config, Path(folder) / name)))
 

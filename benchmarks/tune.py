@@ -14,6 +14,7 @@ from pathlib import Path
 from figures import ROOT, SHARED, Figure, is_quick, report
 
 from ds_trainer.cli.tune import read_tune_job
+from ds_trainer.tasks.text import docstrings
 from ds_trainer.tune.search import tune
 from ds_trainer.tune.trials import MEASURED, RANKS, run_trial
 
@@ -21,6 +22,8 @@ FILES = ("zero0",) if is_quick() else ("zero0", "zero1", "zero2", "zero3")
 RANKS_TRIED, ROUNDS = ((1,), 1) if is_quick() else ((1, 2), 2)
 BUDGET, STEPS = ("10m", "8") if is_quick() else ("6m", "20")
 SPACE = ["--space", '{"train_micro_batch_size_per_gpu": [8]}'] if is_quick() else []
+if is_quick():
+    docstrings.CLASS_CAP = 100  # of trials that are forked from this process, as in the tests
 
 
 def subjects() -> dict[str, list[str]]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
-from support.launching import ROOT, environment, run_python
+from support.forked_ranks import FORK_PYTHONS, ForkedRun
 
 from ds_trainer.cli.train import read_train_job
 
@@ -57,48 +54,43 @@ def outcomes(out: Path) -> dict[str, str]:
     return {trial["settings"].get(MICRO): trial["outcome"] for trial in trials}
 
 
-def test_every_trial_has_an_outcome_and_an_ended_tuning_goes_on(taught_recipe, tmp_path):
+def test_every_trial_has_an_outcome_and_an_ended_tuning_goes_on(server, taught_recipe, tmp_path):
     """Of a phase with masks and a teacher. Ended while a candidate hangs, it leaves no process.
 
     The second call repeats only what was killed; the trial that printed "error" counts, for it has logged its speed.
     The winner is an engine file for training.
     """
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
-    (tmp_path / "recipe.json").write_text(json.dumps(taught_recipe))
-    out, path = tmp_path / "out", f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"
+    first, second = taught_recipe["phases"]
+    (tmp_path / "recipe.json").write_text(json.dumps(taught_recipe | {"phases": [first | {"max_steps": 1}, second]}))
+    out = tmp_path / "out"
     words = ["launch/tune.py", "--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(tmp_path / "recipe.json")]
-    words += ["--plugin", "sabotage", "--space", json.dumps({MICRO: [8, 4, 2]}), "--trial_timeout", "40s"]
-    words += ["--trial_steps", "8", "--num_gpus", "1", "--output_dir", str(out)]
+    words += ["--plugin", str(tmp_path / "sabotage.py"), "--space", json.dumps({MICRO: [8, 4, 2]})]
+    words += ["--trial_timeout", "6s", "--trial_steps", "8", "--num_gpus", "1", "--output_dir", str(out)]
 
-    def start() -> subprocess.Popen[str]:
-        mine = environment() | {"PYTHONPATH": path}
-        return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=mine, stderr=subprocess.PIPE, text=True)
+    def start(name: str) -> ForkedRun:
+        return server.start(0, words, (tmp_path / name, tmp_path / name), {0: FORK_PYTHONS})
 
-    first, end = start(), time.monotonic() + 400
-    while not any("hangs" in log.read_text() for log in out.glob("trials/*/output.log")):
-        assert first.poll() is None, first.stderr.read()[-3000:]
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    first.send_signal(signal.SIGTERM)
-    first.stderr.read()
-    assert first.wait(30) == 128 + signal.SIGINT
-    for process in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended in between
-            assert str(tmp_path).encode() not in process.read_bytes()
+    run = start("first.txt")
+    assert run.wait_until(lambda: any("hangs" in log.read_text() for log in out.glob("trials/*/output.log"))), run.text
+    below = psutil.Process(run.pids[0]).children(recursive=True)
+    os.kill(run.pids[0], signal.SIGTERM)
+    assert run.codes() == [128 + signal.SIGINT]
+    assert below
+    assert not [process for process in below if process.is_running()]
     finished = {None: "measured", 8: "out of memory", 4: "killed"}
     assert outcomes(out) == finished
-    second = start()
-    _, printed = second.communicate(timeout=300)
-    assert second.returncode == 0, printed[-3000:]
+    run = start("second.txt")
+    assert run.codes() == [0], run.text[-3000:]
     assert outcomes(out) == {**finished, 2: "hung"}
-    assert printed.count("known: ") == 2
-    assert all(text in printed for text in ("ran out of memory", "logged nothing for 40 s", "train with:"))
+    assert run.text.count("known: ") == 2
+    assert all(text in run.text for text in ("ran out of memory", "logged nothing for 6 s", "train with:"))
     tuned = ["--deepspeed_config", str(out / "tuned.json"), "--recipe", str(out / "tuned_recipe.json")]
     job = read_train_job([*tuned, "--output_dir", str(out / "new")])
     assert job.engine_config["zero_optimization"]["stage"] == 2
 
 
-def test_trials_for_a_score_are_scored_on_held_out_examples_alone(tiny_recipe, csv_folder, tmp_path):
+def test_trials_for_a_score_are_scored_on_held_out_examples_alone(server, tiny_recipe, csv_folder, tmp_path):
     """On two ranks. They are a fifth of 240 training rows; a run that read the evaluation set would have failed.
 
     A run of a loss that is not finite is a result. The model of the winner is kept, and its recipe trains.
@@ -108,20 +100,21 @@ def test_trials_for_a_score_are_scored_on_held_out_examples_alone(tiny_recipe, c
     (tmp_path / "validation.csv").write_text(f"text,kind\n{row}\nthe poison,a label that training has not\n")
     recipe = copy.deepcopy(tiny_recipe)
     recipe["task"] |= {"data_dir": str(tmp_path), "held_out": 0.2}
-    recipe["phases"] = [recipe["phases"][0] | {"name": "train", "max_steps": 12, "eval_steps": 6}]
+    recipe["phases"] = [recipe["phases"][0] | {"name": "train", "max_steps": 8, "eval_steps": 4}]
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    out, log = tmp_path / "out", tmp_path / "log.txt"
     words = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(tmp_path / "recipe.json")]
     words += ["--recipe_space", json.dumps({"phases.train.learning_rate": [1e30]}), "--metric", "eval/accuracy"]
-    out = tmp_path / "out"
-    done = run_python("launch/tune.py", *words, "--num_gpus", "2", "--output_dir", str(out))
-    assert done.returncode == 0, done.stderr[-3000:]
+    words += ["--num_gpus", "2", "--output_dir", str(out)]
+    run = server.start(0, ["launch/tune.py", *words], (log, log), {0: FORK_PYTHONS})
+    assert run.codes() == [0], run.text[-3000:]
     mine, other = (json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines())
     assert (mine["outcome"], other["outcome"]) == ("measured", "not finite")
-    assert [step for step, _ in mine["details"]["curve"]] == [6, 12]
+    assert [step for step, _ in mine["details"]["curve"]] == [4, 8]
     assert mine["value"] == mine["details"]["curve"][-1][1]
     assert mine["value"] * 48 == pytest.approx(round(mine["value"] * 48), abs=1e-4)
     assert mine["details"]["costs"].keys() >= {"MiB", "ms (batch 1)"}
-    assert "of 48 held-out examples" in done.stderr
+    assert "of 48 held-out examples" in run.text
     assert list(out.glob("trials/*/model/config.json"))
     tuned = ["--deepspeed_config", str(out / "tuned.json"), "--recipe", str(out / "tuned_recipe.json")]
     job = read_train_job([*tuned, "--output_dir", str(out / "new")])

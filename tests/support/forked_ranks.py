@@ -116,9 +116,10 @@ class ForkServer:
         return ForkedRun(self, pids, logs[1], output)
 
     def run_to_its_end(self, ranks: int, words: list[str], timeout: float) -> Done:
+        """Run a script to its end; a process without ranks, and what it starts, forks where it would start Python."""
         with tempfile.TemporaryDirectory() as folder:
             logs = (Path(folder, "stdout"), Path(folder, "stderr"))
-            code = self.start(ranks, words, logs).code(timeout)
+            code = self.start(ranks, words, logs, {} if ranks else {0: FORK_PYTHONS}).code(timeout)
             texts = [log.read_text(errors="replace") for log in logs]
         if code is None:
             raise subprocess.TimeoutExpired(words, timeout, *texts)
@@ -233,13 +234,16 @@ def _set_environment(environment: dict[str, str]) -> None:
 
 
 def _run_python(words: list[str]) -> NoReturn:
-    """Do what `python WORDS` does, in this process: run a script, or with -m a module."""
+    """Do what `python WORDS` does, in this process: run a script, with -m a module, or with -c code."""
     code: object = 1
     words = [word for word in words if word != "-u"]
     try:
         if words[0] == "-m":
             sys.argv, sys.path[0] = words[1:], os.getcwd()
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(words[1], {"__name__": "__main__"})
         else:
             sys.argv, sys.path[0] = words, str(Path(words[0]).parent)
             runpy.run_path(words[0], run_name="__main__")
@@ -270,7 +274,7 @@ def fork_pythons() -> None:
         # as _posixsubprocess.fork_exec takes them: pairs of pipe ends for the three streams, and one for an error
         folder, environment, pipes, new_session = others[3], others[4], others[5:13], others[14]
         words = list(map(os.fsdecode, words))
-        if words[0] not in (sys.executable, *launchers) or "-c" in words:
+        if words[0] not in (sys.executable, *launchers):
             return start(words, *others)
         if pid := os.fork():
             return pid
