@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_trainer.cuts.blocks import CutBlock, OuterCut, with_grams
+from ds_trainer.cuts.blocks import CutBlock, OuterCut
 from ds_trainer.cuts.calibration import Calibration
+from ds_trainer.cuts.layerwise import with_grams
 from ds_trainer.cuts.surgeon import Gram, Replacement
 from ds_trainer.models.costs import decision_flops, encoder_flops, measured_seconds
 from ds_trainer.ranks import distributed
@@ -110,9 +111,10 @@ def allocate(
         sizes = sorted({max(place.lowest, round(share * place.count)) for share in MEASURED})
         return np.cumsum([0.0, *cut.removal.errors]), {size: cut.keeping(size) for size in sizes}
 
+    outers = {name: place.outer for name, place in places.items()}
     trials = {
-        place.name: distributed.on_main(partial(tried, place, gram))
-        for place, gram in with_grams(model, places, calibration, "ordering heads and neurons")
+        name: distributed.on_main(partial(tried, places[name], gram))
+        for name, gram in with_grams(model, outers, calibration, "ordering heads and neurons")
     }
     model.to(calibration.device)
     dense, curves = calibration.answers(model), dict[str, Curve]()

@@ -6,7 +6,7 @@ and writes zeros for the others; `models/shrink.py` then makes the smaller model
 the model computes them, each on the inputs that it gets from the blocks that are cut already.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.cuts.calibration import Calibration
-from ds_trainer.cuts.layerwise import Layerwise, without_products
+from ds_trainer.cuts.layerwise import with_grams
 from ds_trainer.cuts.surgeon import CutRecord, Fitting, Gram, Replacement, least_squares, magnitude_removal, removal
 from ds_trainer.models.layers import SIZES_OF, Block, blocks_of, decisions_of, is_emptied, layers_of, rows_of
 from ds_trainer.models.shrink import check_known
@@ -110,40 +110,14 @@ def cut_blocks(
     The model is on the CPU and in evaluation mode. Every rank must take part, and gets the same weights.
     """
     records = []
-    smaller = {name: place for name, place in places.items() if counts[name] < place.count}
-    for place, gram in with_grams(model, smaller, calibration):
-        replacement = distributed.on_main(lambda: OuterCut(place, gram, spec).keeping(counts[place.name]))  # noqa: B023
+    outers = {name: place.outer for name, place in places.items() if counts[name] < place.count}
+    for name, gram in with_grams(model, outers, calibration, "cutting heads and neurons"):
+        place, kept = places[name], counts[name]
+        replacement = distributed.on_main(lambda: OuterCut(place, gram, spec).keeping(kept))  # noqa: B023
         replacement.write(place.outer)
         unit: Any = SIZES_OF[place.block.kind]
-        records.append(CutRecord(place.name, unit, place.count, counts[place.name], replacement.error))
+        records.append(CutRecord(name, unit, place.count, kept, replacement.error))
     return records
-
-
-def with_grams(
-    model: Any,
-    places: Mapping[str, CutBlock],
-    calibration: Calibration,
-    doing: str = "cutting heads and neurons",
-) -> Iterator[tuple[CutBlock, Gram]]:
-    """Yield each block, its layer on the device, with the sums of its outer layer's inputs.
-
-    A block that is changed before the next one is taken changes the inputs of those that follow. `doing` says what is
-    done to a block where the progress is shown.
-    """
-    layerwise = Layerwise(model, calibration, doing)
-    for layer in layerwise:
-        for place in (place for place in places.values() if place.layer is layer):
-            with without_products(unused_linears(place)):
-                gram = layerwise.gram(place.name, place.outer)
-            yield place, gram
-
-
-def unused_linears(place: CutBlock) -> Iterator[Any]:
-    """Yield linear layers on which the inputs of a block's outer layer do not depend: itself, and what comes after."""
-    yield place.outer
-    for block in blocks_of(place.layer) if place.block.kind == "attention" else ():
-        if block.kind == "feed_forward" and not is_emptied(place.layer.get_submodule(block.core)):
-            yield from (place.layer.get_submodule(name) for name in (*block.inner, block.outer))
 
 
 def _magnitudes(place: CutBlock) -> Tensor:

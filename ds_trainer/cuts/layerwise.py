@@ -9,6 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,10 +61,15 @@ class Layerwise:
             layer.cpu()
 
     @torch.no_grad()
-    def gram(self, name: str, linear: AnyLinear) -> Gram:
-        """Run the present layer, and return the sums of the inputs of this linear layer in it; collective."""
+    def gram(self, name: str, linear: AnyLinear, unused: Iterable[AnyLinear] = ()) -> Gram:
+        """Run the present layer, and return the sums of the inputs of this linear layer in it; collective.
+
+        `unused` are linear layers on which these inputs do not depend: their products are not computed.
+        """
         gram, attended = Gram(in_features(linear), self.calibration.device), iter(self.calibration.attended)
-        with _inputs_recorded({name: linear}) as inputs:
+        with _inputs_recorded({name: linear}) as inputs, contextlib.ExitStack() as replaced:
+            for other in unused:
+                replaced.enter_context(_forward_replaced(other, partial(_zeros, out_features(other))))
             for _ in in_step(self._pass(), len(self._inputs)):
                 tokens = next(attended).to(self.calibration.device)
                 for call in inputs.pop(name, ()):
@@ -74,15 +80,19 @@ class Layerwise:
         finite(gram.products, f"the inputs of {name}")
         return gram
 
-    def input_groups(self, linears: Mapping[str, AnyLinear]) -> list[list[str]]:
-        """Group those of these linear layers that the present layer computes by their inputs, in order; collective.
+    def input_groups(self) -> list[list[str]]:
+        """Group the linear layers that the present layer computes by their inputs, in order; collective.
 
-        The layers of a group, such as query, key and value, get the very same inputs.
+        Their names begin inside the layer. Those of a group, such as query, key and value, get the very same inputs.
         """
 
         def groups_of_first_batch() -> list[list[str]]:
+            modules = self._layers[self._at].named_modules()
             groups: dict[tuple[int, ...], list[str]] = {}
-            with _inputs_recorded(linears) as inputs, contextlib.closing(self._pass()) as batches:
+            with (
+                _inputs_recorded({name: module for name, module in modules if isinstance(module, AnyLinear)}) as inputs,
+                contextlib.closing(self._pass()) as batches,
+            ):
                 next(batches)
                 for name, calls in inputs.items():
                     groups.setdefault(tuple(map(id, calls)), []).append(name)
@@ -132,6 +142,26 @@ class Layerwise:
         )
 
 
+def with_grams(
+    model: Any, linears: Mapping[str, AnyLinear], calibration: Calibration, doing: str
+) -> Iterator[tuple[str, Gram]]:
+    """Yield those of these linear layers that the model computes, in order and on the device, with their inputs' sums.
+
+    A layer that is changed before the next one is taken changes the inputs of those that follow. `doing` says what is
+    done to a layer where the progress is shown. Collective.
+    """
+    layerwise, names = Layerwise(model, calibration, doing), {linear: name for name, linear in linears.items()}
+    for layer in layerwise:
+        groups: list[list[Any]] = [[layer.get_submodule(name) for name in group] for group in layerwise.input_groups()]
+        for index, group in enumerate(groups):
+            wanted = [names[linear] for linear in group if linear in names]
+            if wanted:
+                # what is called after a linear layer has no part in its inputs
+                later = chain.from_iterable(groups[index:])
+                gram = layerwise.gram(wanted[0], linears[wanted[0]], later)
+                yield from ((name, gram) for name in wanted)
+
+
 def by_example(values: Tensor, tokens: torch.Size) -> Tensor:
     """Return the inputs or outputs of a linear layer as (rows, length, width), if its model has flattened the tokens.
 
@@ -140,19 +170,6 @@ def by_example(values: Tensor, tokens: torch.Size) -> Tensor:
     if values.dim() > 2:
         return values
     return values.unflatten(0, tokens) if len(values) == tokens.numel() else values[None]
-
-
-@contextlib.contextmanager
-def without_products(linears: Iterable[AnyLinear]) -> Iterator[None]:
-    """Let these linear layers return zeros, to save the time of their products where nothing uses the results."""
-
-    def zeros(features: int, inputs: Tensor) -> Tensor:
-        return inputs.new_zeros(*inputs.shape[:-1], features)
-
-    with contextlib.ExitStack() as replaced:
-        for linear in linears:
-            replaced.enter_context(_forward_replaced(linear, partial(zeros, out_features(linear))))
-        yield
 
 
 @torch.no_grad()
@@ -206,6 +223,10 @@ def _forward_replaced(layer: nn.Module, forward: Callable[..., Any]) -> Iterator
         yield
     finally:
         del layer.forward
+
+
+def _zeros(features: int, inputs: Tensor) -> Tensor:
+    return inputs.new_zeros(*inputs.shape[:-1], features)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ example's loss (Kwon et al., arXiv 2204.09656). These costs are comparable over 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.cuts.calibration import Calibration, finite
-from ds_trainer.cuts.layerwise import Layerwise, by_example
+from ds_trainer.cuts.layerwise import by_example, with_grams
 from ds_trainer.cuts.surgeon import CutRecord, Fitting, Gram, Pattern, Replacement, admm_mask, masked_least_squares
 from ds_trainer.models.layers import AnyLinear, encoder_linears, in_features, out_features, rows_of
 from ds_trainer.ranks import distributed
@@ -38,7 +38,7 @@ def cut_weights(model: Any, calibration: Calibration, spec: CutSpec) -> list[Cut
     linears, records = cut_linears(model, spec), list[CutRecord]()
     fisher = fisher_diagonals(model, linears, calibration) if spec.judges_answers else {}
     shares = _shares(linears, fisher, spec)
-    for name, gram in _with_grams(model, linears, calibration):
+    for name, gram in with_grams(model, linears, calibration, "cutting weights"):
         solve = partial(_replacement, linears[name], gram, shares[name], spec, fisher.get(name))
         replacement = distributed.on_main(solve)
         replacement.write(linears[name])
@@ -59,21 +59,6 @@ def cut_linears(model: Any, spec: CutSpec) -> dict[str, AnyLinear]:
                 "granularity to weight or block"
             )
     return linears
-
-
-def _with_grams(model: Any, linears: Mapping[str, AnyLinear], calibration: Calibration) -> Iterator[tuple[str, Gram]]:
-    """Yield the linear layers that the model computes, in order and on the device, with the sums of their inputs.
-
-    A layer that is changed before the next one is taken changes the inputs of those that follow. Collective.
-    """
-    layerwise = Layerwise(model, calibration, "cutting weights")
-    for layer in layerwise:
-        inside = {*layer.modules()}
-        of_layer = {name: linear for name, linear in linears.items() if linear in inside}
-        for group in layerwise.input_groups(of_layer):
-            gram = layerwise.gram(group[0], of_layer[group[0]])
-            for name in group:
-                yield name, gram
 
 
 def _shares(linears: Mapping[str, AnyLinear], fisher: Mapping[str, Tensor], spec: CutSpec) -> dict[str, float]:

@@ -10,8 +10,8 @@ from support.calibrated import calibration, inputs_seen
 from support.launching import chosen
 from support.zeroed import FAMILIES, KIN, bare_of, empty, model_of, uneven
 
-from ds_trainer.cuts.blocks import cut_places, with_grams
-from ds_trainer.cuts.layerwise import Layerwise
+from ds_trainer.cuts.blocks import cut_places
+from ds_trainer.cuts.layerwise import Layerwise, with_grams
 from ds_trainer.models.layers import layers_of
 from ds_trainer.models.shrink import shrink
 from ds_trainer.recipe.cut_specs import CutSpec
@@ -24,13 +24,14 @@ OTHERS = ("gemma3_text", "cohere", "gpt_bigcode", "roformer", "luke")
 def check(model: Any, given: Any) -> None:
     """Compare the sums of each block with those of plain hooks, where each layer is changed once it was seen."""
     places = cut_places(model, SPEC)
-    for place, gram in with_grams(model, places, given):
-        inputs = inputs_seen(model, [place.name], given)[place.name]
+    outers = {name: place.outer for name, place in places.items()}
+    for name, gram in with_grams(model, outers, given, "testing"):
+        inputs = inputs_seen(model, [name], given)[name]
         assert gram.tokens == len(inputs) == 15 * len(given.inputs)
         torch.testing.assert_close(gram.sums, inputs.sum(0), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(gram.products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
         with torch.no_grad():
-            place.outer.weight.mul_(0.5)
+            outers[name].weight.mul_(0.5)
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
@@ -72,7 +73,8 @@ def test_one_layer_at_a_time_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     names = {layer: name for name, layer in layers_of(model).items()}
     monkeypatch.setattr(torch.nn.Module, "to", lambda module, *to: moves.append((names.get(module), *to)) or module)
     monkeypatch.setattr(torch.nn.Module, "cpu", lambda module: moves.append((names.get(module), "back")) or module)
-    list(with_grams(model, cut_places(model, SPEC), replace(calibration(2), device=there)))
+    outers = {name: place.outer for name, place in cut_places(model, SPEC).items()}
+    assert len([*with_grams(model, outers, replace(calibration(2), device=there), "testing")]) == 6
     assert moves == [(name, where) for name in layers_of(model) for where in (there, "back")]
 
 
