@@ -83,12 +83,9 @@ def check_budget(places: Mapping[str, CutBlock], prices: Prices, spec: CutSpec) 
     if least > prices.budget:
         (target,), share = spec.targets, spec.share
         needed = share + (least - prices.budget) / prices.total
-        heads, remedy = "", ""
-        if spec.min_heads:
-            heads, remedy = "the heads that must stay, and ", f", or lower min_heads (now {spec.min_heads})"
         raise UserError(
-            f"cut: {heads}all that no cut removes cost {needed:.1%} of {_UNITS[target]}, and {target} is {share:.3g}: "
-            f"raise it{remedy}"
+            f"cut: the heads that must stay, and all that no cut removes, cost {needed:.1%} of {_UNITS[target]}, and "
+            f"{target} is {share:.3g}: raise it, or lower min_heads (now {spec.min_heads})"
         )
 
 
@@ -109,7 +106,7 @@ def allocate(
         """Return the errors by the number of decisions that are removed, (count + 1,), and replacements by size."""
         cut = OuterCut(place, gram, spec)
         sizes = sorted({max(place.lowest, round(share * place.count)) for share in MEASURED})
-        return np.cumsum([0.0, *cut.removal.errors]), {size: cut.keeping(size) for size in sizes}
+        return np.cumsum([0.0, *cut.errors]), {size: cut.keeping(size) for size in sizes}
 
     outers = {name: place.outer for name, place in places.items()}
     trials = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ds_trainer.cuts.calibration import Calibration
 from ds_trainer.cuts.layerwise import with_grams
-from ds_trainer.cuts.surgeon import CutRecord, Fitting, Gram, Replacement, least_squares, magnitude_removal, removal
+from ds_trainer.cuts.surgeon import CutRecord, Fitting, Gram, Replacement, least_squares, removal
 from ds_trainer.models.layers import SIZES_OF, Block, blocks_of, decisions_of, is_emptied, layers_of, rows_of
 from ds_trainer.models.shrink import check_known
 from ds_trainer.ranks import distributed
@@ -66,10 +66,8 @@ def cut_places(model: Any, spec: CutSpec) -> dict[str, CutBlock]:
 def uniform_counts(places: Mapping[str, CutBlock], keep: float) -> dict[str, int]:
     """Return how many decisions each block keeps if all keep the same share: at least one. UserError where all stay."""
     counts = {name: max(1, place.lowest, round(keep * place.count)) for name, place in places.items()}
-    if all(place.count <= max(1, place.lowest) for place in places.values()):
-        raise UserError("cut: every layer has only the heads that must stay, which are one and min_heads: cut neurons")
     if all(counts[name] == place.count for name, place in places.items()):
-        raise UserError(f"cut: a share of {keep} rounds to all heads and neurons: lower it")
+        raise UserError(f"cut: a share of {keep} and min_heads leave all heads and neurons: lower them")
     return counts
 
 
@@ -81,15 +79,15 @@ class OuterCut:
         self.fitting = Fitting(place.outer, gram, spec.damping)
         if spec.method == "obs":
             width = self.fitting.weight.shape[1] // place.count
-            self.removal = removal(self.fitting.weight, self.fitting.damped, width)
-        else:
-            self.removal = magnitude_removal(_magnitudes(place))
+            self.order, self.errors = removal(self.fitting.weight, self.fitting.damped, width)
+        else:  # the smallest goes first; the errors are not known
+            self.order, self.errors = _magnitudes(place).argsort().tolist(), [1.0] * place.count
 
     def keeping(self, count: int) -> Replacement:
         """Return the layer's weight and bias for `count` decisions, with zeros for those that are removed."""
         dense = self.fitting.weight
         decisions = torch.ones(self.count, dtype=torch.bool, device=dense.device)
-        decisions[self.removal.order[: self.count - count]] = False
+        decisions[self.order[: self.count - count]] = False
         columns = decisions.repeat_interleave(dense.shape[1] // self.count)
         weight = torch.zeros_like(dense)
         # the updates of the removals would give the same weights; one solve has less rounding

@@ -15,7 +15,7 @@ from ds_trainer.ranks.stopping import in_step
 from ds_trainer.recipe.cut_specs import CutSpec
 from ds_trainer.tasks.data import ExampleIds
 from ds_trainer.tasks.losses import soft_target_loss
-from ds_trainer.tasks.task import Batch, Task
+from ds_trainer.tasks.task import Task
 
 _CPU = torch.device("cpu")
 _BATCH = 32
@@ -30,11 +30,11 @@ class Calibration:
     """This rank's part of the examples that a cut is fitted to, in batches, on the CPU.
 
     `inputs` are the model's, `attended` are bools (rows, length) that are true where there is a token. `answers` runs a
-    model, on whichever device it is, on some of the examples. `divergence(dense, cut)` is how far the cut model's
-    answers are from the dense one's, a mean over the compared rows of logits of all ranks; it is collective. `loss`
-    returns the task's mean loss over one batch, by its number, times its examples, with gradient; the model is whole on
-    one device.
-    `device` is the one on which layers run and are solved.
+    model, on whichever device it is, on some of the examples; they are logits of each batch, each (rows, classes).
+    `divergence(dense, cut)` is KL(dense || cut), or the squared difference of a regression, as a mean over the compared
+    rows of all ranks; it is collective. `loss` returns the task's mean loss over one batch, by its number, times its
+    examples or the sum of their weights, with gradient; the model is whole on one device. `device` is the one on which
+    layers run and are solved.
     """
 
     inputs: Sequence[Mapping[str, Tensor]]
@@ -55,14 +55,31 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
         [task.collate(examples, ids) for ids in parts[distributed.rank() :: distributed.world_size()]]
         for parts in _drawn(task, count, seed)
     )
-    return Calibration(
-        inputs=[batch.inputs for batch in batches],
-        attended=[batch.mask.bool() for batch in batches],
-        answers=lambda model: _answers(task, model, in_step(probes, len(probes))),
-        divergence=lambda dense, cut: _divergence(task, dense, cut),
-        loss=lambda model, index: _loss(task, model, batches[index]),
-        device=distributed.device(),
-    )
+
+    @torch.no_grad()
+    def answers(model: nn.Module) -> list[tuple[Tensor, ...]]:
+        device, results = next(task.adapt(model).parameters()).device, []
+        for batch in (batch.to(device) for batch in in_step(probes, len(probes))):
+            logits = task.logits(model(**batch.inputs), batch)
+            results.append(tuple(rows[:: max(1, len(rows) // _PROBED_ROWS)].clone() for rows in logits))
+        return results
+
+    def divergence(dense: Any, cut: Any) -> float:
+        sums = torch.zeros(2, dtype=torch.float64)
+        for teachers, students in zip(dense, cut, strict=True):
+            for teacher, student in zip(teachers, students, strict=True):
+                loss = soft_target_loss(task, student, teacher.clone(), temperature=1.0)
+                sums += torch.tensor([float(loss) * len(student), len(student)], dtype=torch.float64)
+        total, rows = finite(distributed.total(sums), "the divergences of the model's answers").tolist()
+        return total / max(1, rows)
+
+    def loss(model: nn.Module, index: int) -> Tensor:
+        batch = batches[index].to(next(model.parameters()).device)
+        counts = task.counts(examples, batch.ids.cpu().numpy()) if task.loss_unit == "weight" else {}
+        return task.loss(model(**batch.inputs), batch) * counts.get("weight", len(batch.ids))
+
+    inputs, attended = [batch.inputs for batch in batches], [batch.mask.bool() for batch in batches]
+    return Calibration(inputs, attended, answers, divergence, loss, distributed.device())
 
 
 def calibration_sizes(task: Task, count: int, seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -125,32 +142,3 @@ def _drawn(task: Task, count: int, seed: int) -> tuple[list[ExampleIds], list[Ex
     probed = chosen[:: max(1, len(chosen) // _PROBED)]
     batches = [chosen[start : start + _BATCH] for start in range(0, len(chosen), _BATCH)]
     return batches, [probed[start : start + _PROBE_BATCH] for start in range(0, len(probed), _PROBE_BATCH)]
-
-
-@torch.no_grad()
-def _answers(task: Task, model: nn.Module, batches: Iterable[Batch]) -> list[tuple[Tensor, ...]]:
-    """Return logits of each batch, each (rows, classes)."""
-    device = next(task.adapt(model).parameters()).device
-    answers = []
-    for batch in (batch.to(device) for batch in batches):
-        logits = task.logits(model(**batch.inputs), batch)
-        answers.append(tuple(rows[:: max(1, len(rows) // _PROBED_ROWS)].clone() for rows in logits))
-    return answers
-
-
-def _loss(task: Task, model: nn.Module, batch: Batch) -> Tensor:
-    """Return the task's mean loss over a batch, times its examples or the sum of their weights, with gradient."""
-    counts = task.counts(task.examples("train"), batch.ids.numpy()) if task.loss_unit == "weight" else {}
-    batch = batch.to(next(model.parameters()).device)
-    return task.loss(model(**batch.inputs), batch) * counts.get("weight", len(batch.ids))
-
-
-def _divergence(task: Task, dense: Any, cut: Any) -> float:
-    """Return KL(dense || cut), or the squared difference of a regression, as a mean over the rows of all ranks."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    for teachers, students in zip(dense, cut, strict=True):
-        for teacher, student in zip(teachers, students, strict=True):
-            loss = soft_target_loss(task, student, teacher.clone(), temperature=1.0)
-            sums += torch.tensor([float(loss) * len(student), len(student)], dtype=torch.float64)
-    total, rows = finite(distributed.total(sums), "the divergences of the model's answers").tolist()
-    return total / max(1, rows)

@@ -132,18 +132,11 @@ class Fitting:
         return max(0.0, output_error(self.weight, self.damped, weight) - of_damping)
 
 
-@dataclass(frozen=True)
-class Removal:
-    """An order in which to remove groups, and the mean squared error (of all outputs together) that each one adds."""
-
-    order: list[int]
-    errors: list[float]
-
-
-def removal(weight: Tensor, covariance: Tensor, width: int) -> Removal:
+def removal(weight: Tensor, covariance: Tensor, width: int) -> tuple[list[int], list[float]]:
     """Order all groups of `width` inputs by greedy removal. Weight (out, in), covariance (in, in) positive definite.
 
-    Computed in fp64 on the device of the tensors, in O(in^3 + in^2 out) operations.
+    Returns the order, and the mean squared error (of all outputs together) that each removal adds. Computed in fp64 on
+    the device of the tensors, in O(in^3 + in^2 out) operations.
     """
     weight, inverse = weight.double(), torch.linalg.inv(covariance.double())
     numbers = torch.arange(weight.shape[1] // width, device=weight.device)  # of the groups that the matrices still hold
@@ -156,12 +149,7 @@ def removal(weight: Tensor, covariance: Tensor, width: int) -> Removal:
         order += numbers[pending.removed].tolist()
         numbers = numbers[pending.kept]
         weight, inverse = pending.applied()
-    return Removal(order, errors)
-
-
-def magnitude_removal(magnitudes: Tensor) -> Removal:
-    """Order the groups by their magnitudes (groups,), the smallest first. Each error, which is not known, is 1."""
-    return Removal(magnitudes.argsort().tolist(), [1.0] * len(magnitudes))
+    return order, errors
 
 
 def least_squares(weight: Tensor, covariance: Tensor, columns: Tensor) -> Tensor:

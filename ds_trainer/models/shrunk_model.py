@@ -348,15 +348,12 @@ def _known_blocks(model: Any, layer: nn.Module) -> tuple[Block, ...]:
 def _check_sizes(sizes: Any, whole: Mapping[str, Sequence[int]]) -> None:
     for name, most in whole.items():
         counts = sizes.get(name) if isinstance(sizes, Mapping) else None
-        if not isinstance(counts, list | tuple) or len(counts) != len(most):
+        listed = isinstance(counts, list | tuple) and len(counts) == len(most)
+        if not listed or not all(type(n) is int and 0 <= n <= limit for n, limit in zip(counts, most, strict=True)):
             raise ShrunkSizesError(
-                f"the config's {FIELD}.{name} must list {len(most)} sizes, one a layer, and is {repr(counts)[:40]}"
+                f"the config's {FIELD}.{name} must list a size for each of {len(most)} layers, from 0 to {max(most)}, "
+                f"and is {repr(counts)[:80]}"
             )
-        for index, (size, limit) in enumerate(zip(counts, most, strict=True)):
-            if type(size) is not int or not 0 <= size <= limit:
-                raise ShrunkSizesError(
-                    f"the config's {FIELD}.{name} is {repr(size)[:40]} for layer {index}: allowed are 0 to {limit}"
-                )
 
 
 def _resize_block(block: Block, layer: nn.Module, config: Any, kept: int, index: int) -> None:

@@ -101,19 +101,13 @@ def create_student(spec: StudentSpec, source: str | Path, target: Path, seed: in
 def _check_distilbert(source: str | Path, config: Any, model_type: str | None) -> None:
     """Raise UserError for what cannot be copied into DistilBERT, and for another family than it."""
     kind = next(iter(config.architectures or []), "")
-    if (config.model_type, model_type) != ("bert", "distilbert"):
-        fault = (
-            f'is a {config.model_type} model, and student.model_type "{model_type}" can only be "distilbert" of bert'
+    shrunk, epsilon = bool(getattr(config, FIELD, None)), getattr(config, "layer_norm_eps", None)
+    if model_type != "distilbert" or kind not in _DISTILBERT or shrunk or epsilon != 1e-12:
+        raise UserError(
+            f"{source} is a {kind or config.model_type}{' that was shrunk' * shrunk} (layer_norm_eps {epsilon}), and "
+            f'student.model_type can only be "distilbert", of whole models with 1e-12: {", ".join(_DISTILBERT)}. '
+            "Leave student.model_type out, or write a student.config"
         )
-    elif getattr(config, FIELD, None):
-        fault = "was shrunk, and a DistilBERT has layers of one size"
-    elif config.layer_norm_eps != 1e-12:
-        fault = f"has a layer_norm_eps of {config.layer_norm_eps}, and DistilBERT's is always 1e-12"
-    elif kind not in _DISTILBERT:
-        fault = f"is a {kind}, and only these are copied into DistilBERT: {', '.join(_DISTILBERT)}"
-    else:
-        return
-    raise UserError(f"{source} {fault}: leave student.model_type out, or write a student.config")
 
 
 def _load(source: str | Path, config: Any) -> Any:
@@ -131,11 +125,10 @@ def _load(source: str | Path, config: Any) -> Any:
         raise UserError(
             f"the weights of {source} are no whole {name}: these do not fit or are missing: {listed(new, 3)}"
         )
-    if new:
-        distributed.warn(f"{source}: the weights have no pooler: the student's is random")
-    if info["unexpected_keys"]:
-        over = listed(sorted(info["unexpected_keys"]), 3)
-        distributed.warn(f"{source}: not copied, since a {name} has no place for them: {over}")
+    over = sorted(info["unexpected_keys"])
+    for names, fault in ((new, "are missing, and random in the student"), (over, f"have no place in a {name}")):
+        if names:
+            distributed.warn(f"{source}: these weights {fault}: {listed(names, 3)}")
     return model
 
 

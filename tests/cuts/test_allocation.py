@@ -103,7 +103,7 @@ def test_heads_that_must_stay_stay_and_may_cost_too_much():
     for made in (outline, lambda model, spec: cut_model(model, GIVEN, spec)):
         with pytest.raises(UserError, match=r"cost 72\.7% of .* is 0\.3: raise it, or lower min_heads \(now 9\)"):
             made(model_of("bert"), CutSpec(keep=0.3, min_heads=9))
-        with pytest.raises(UserError, match=r"FLOPs, and target_flops is 0\.1: raise it$"):
+        with pytest.raises(UserError, match=r"FLOPs, and target_flops is 0\.1: raise it"):
             made(model_of("deberta-v2"), CutSpec(target_flops=0.1))
 
 
