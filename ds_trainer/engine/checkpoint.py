@@ -23,8 +23,8 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.saved_checkpoint import checkpoints_in
 
-TRAINING_DATA, PARAMETER_GROUPS = "the training data", "the parameter groups"
-"""The entries of a phase's identity that are hashes."""
+HASHED = TRAINING_DATA, PARAMETER_GROUPS = "the training data", "the parameter groups"
+"""The entries of a phase's identity that are hashes, or have some in them."""
 
 
 @dataclass(frozen=True)
@@ -220,32 +220,36 @@ def load(engine: Any, checkpoint: Checkpoint) -> None:
     reshard.load(engine, path)
 
 
-def check_fits(checkpoint: Checkpoint, identity: Mapping[str, Any], task: Mapping[str, Any] | None = None) -> None:
+def recipe_changes(checkpoint: Checkpoint, phase: Mapping[str, Any]) -> str:
+    """Say which fields a phase of the recipe has otherwise than in the checkpoint; "" where they are the same.
+
+    A field that only one version of the library knows is no difference.
+    """
+    both = phase.keys() & checkpoint.phase.keys()
+    before, now = ({name: fields[name] for name in phase if name in both} for fields in (checkpoint.phase, phase))
+    return "; ".join(text for _, text in changes(before, now))
+
+
+def check_fits(checkpoint: Checkpoint, identity: Mapping[str, Any], phase: Mapping[str, Any] | None = None) -> None:
     """Raise UserError where the phase that is to go on from the checkpoint differs from the one that wrote it.
 
-    `task` has the fields of its task, by which the message explains a difference of the data.
+    `phase` has the fields of the recipe, by which the message explains a difference of hashes.
     """
-    mistakes = []
-    for name, now in identity.items():
-        before = checkpoint.identity.get(name, now)
-        if before == now:
-            continue
-        text = "; ".join(text for _, text in changes({name: before}, {name: now}))
-        if name == TRAINING_DATA:  # a hash, which says nothing to the user: the fields of the task do
-            saved_task = checkpoint.phase.get("task")
-            fields = "; ".join(text for _, text in changes(saved_task, task or {})) if saved_task else ""
-            others = (
-                "the files have other contents, or the model has another tokenizer, "
-                "or this version reads them otherwise (docs/tasks.md)"
-            )
-            text = f"{name} differ: {fields or others}"
-        elif name == PARAMETER_GROUPS:  # each is a text with a hash of its parameters
-            different = [group for group in [*before, *now] if (group in before) != (group in now)]
-            labels = ", ".join(dict.fromkeys(group.partition(" (")[0] for group in different))
-            text = f"{name} differ in {labels}: the phase's groups or techniques, or its model, are others"
-        mistakes.append(f"{checkpoint.path}: {text}")
-    if mistakes:
-        raise UserError("\n".join([*mistakes, "resume with the same, or start again with --overwrite_output_dir"]))
+    different = [name for name, now in identity.items() if checkpoint.identity.get(name, now) != now]
+    if not different:
+        return
+    lines = [f"{name} differ" for name in different if name in HASHED]
+    if lines:
+        fields = recipe_changes(checkpoint, phase or {}) or (
+            "none; the files have other contents, the model has another tokenizer or other parameters, or this "
+            "version reads them otherwise (docs/tasks.md)"
+        )
+        lines.append(f"in the recipe differ: {fields}")
+    for name in different:
+        if name not in HASHED:
+            lines += [text for _, text in changes({name: checkpoint.identity[name]}, {name: identity[name]})]
+    way_out = "resume with the same, or start again with --overwrite_output_dir"
+    raise UserError("\n".join([*(f"{checkpoint.path}: {line}" for line in lines), way_out]))
 
 
 def _write(engine: Any, position: Mapping[str, Any], aside: Path, target: Path) -> None:

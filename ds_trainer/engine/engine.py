@@ -124,20 +124,6 @@ class OptimizerSettings:
             setattr(optimizer, name, value)
             reshard.set_scaler(optimizer, state)  # the scale itself goes on where the checkpoint had it
 
-    def changes_since(self, older: OptimizerSettings) -> str:
-        """Describe how these settings differ from older ones of the same engine, for the log; "" where they do not."""
-        changes: dict[str, list[str]] = {}
-        for index, (group, before) in enumerate(zip(self._groups, older._groups, strict=True)):
-            rate = "initial_lr" if "initial_lr" in group else "lr"  # "lr" alone also moves with the schedule
-            for key, value in group.items():
-                if key in before and before[key] != value and (key == rate or key not in ("lr", "initial_lr")):
-                    change = f"{'learning rate' if key == rate else key} {before[key]} -> {value}"
-                    changes.setdefault(change, []).append(str(group.get("name", index)))
-        clip, clip_before = self._wrapper.get("clip_grad"), older._wrapper.get("clip_grad")
-        if clip != clip_before:
-            changes[f"gradient_clipping {clip_before} -> {clip}"] = ["all"]
-        return "; ".join(f"{change} ({', '.join(dict.fromkeys(names))})" for change, names in changes.items())
-
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's settings, without its parameters and the step count that some of DeepSpeed's optimizers keep."""

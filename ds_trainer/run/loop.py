@@ -16,12 +16,11 @@ import torch
 
 from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine import engine
-from ds_trainer.engine.checkpoint import Checkpoint, load
+from ds_trainer.engine.checkpoint import Checkpoint, load, recipe_changes
 from ds_trainer.engine.engine import Engine
 from ds_trainer.engine.engine_file import MICRO
 from ds_trainer.engine.memory import EVAL_FIELD, TRAIN_FIELD, explaining_memory
 from ds_trainer.engine.numerics import StepWatch
-from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
 from ds_trainer.ranks.stopping import StopRequests
@@ -74,7 +73,7 @@ def start_training(plan: PhasePlan, log: RunLog, stop: StopRequests) -> Training
     with _explaining_memory(plan, progress, " as training started", TRAIN_FIELD):
         ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
         if resumed:
-            _resume(plan.phase.name, resumed, ds_engine, objective)
+            _resume(plan, resumed, ds_engine, objective)
         for technique in objective.techniques:
             technique.start(ds_engine.device)
     log.open(progress.step, progress.evaluated, resumed.report if resumed else None)
@@ -229,7 +228,7 @@ class Training:
             "report": self.log.state(),
             "techniques": self.technique_states(),
             "total": self.plan.length.total,
-            "phase": redacted(self.plan.phase.model_dump() | {"task": self.plan.task.spec.model_dump()}),
+            "phase": self.plan.written,
         }
         with self.log.paused():
             if self.plan.checkpoints.save(self.engine, progress.step, position):
@@ -314,16 +313,14 @@ def flush(log: RunLog, objective: Objective, ds_engine: Engine) -> None:
     log.flush(ds_engine.global_steps, readings)
 
 
-def _resume(phase: str, checkpoint: Checkpoint, ds_engine: Engine, objective: Objective) -> None:
-    """Load a checkpoint, put back the hyperparameters of this run's files, and log where the two differ."""
+def _resume(plan: PhasePlan, checkpoint: Checkpoint, ds_engine: Engine, objective: Objective) -> None:
+    """Load a checkpoint, and put back the hyperparameters of this run's files, which loading has overwritten."""
     of_files = engine.OptimizerSettings(ds_engine)
     _load(checkpoint, ds_engine, objective)
-    of_checkpoint = engine.OptimizerSettings(ds_engine)  # loading has overwritten those of the files
     of_files.restore(ds_engine)
-    in_force = engine.OptimizerSettings(ds_engine)  # read again: `restore` moves the rates along the schedule
-    distributed.info(f"{phase}: resumed from {checkpoint.path}, at step {checkpoint.step}")
-    if changes := in_force.changes_since(of_checkpoint):
-        distributed.info(f"{phase}: this run's files differ from the checkpoint, and win: {changes}")
+    distributed.info(f"{plan.phase.name}: resumed from {checkpoint.path}, at step {checkpoint.step}")
+    if changes := recipe_changes(checkpoint, plan.written):
+        distributed.info(f"{plan.phase.name}: the recipe differs from the checkpoint's, and wins: {changes}")
 
 
 def _load(checkpoint: Checkpoint, ds_engine: Engine, objective: Objective) -> None:

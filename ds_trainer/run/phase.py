@@ -107,6 +107,12 @@ class PhasePlan(PhaseModel):
         }
 
     @property
+    def written(self) -> dict[str, Any]:
+        """The phase as the recipe has it, with its task, for the files of a run."""
+        fields: dict[str, Any] = redacted(self.phase.model_dump() | {"task": self.task.spec.model_dump()})
+        return fields
+
+    @property
     def checkpoints(self) -> Checkpoints:
         """The phase's checkpoints in its folder, which may not exist yet; the best one is kept by its metric."""
         metric = self.phase.metric_for_best_model
@@ -171,7 +177,7 @@ def plan_phase(job: TrainJob, phase: Phase, models: StartingModels, resumed: Che
     config = resolve_engine_file(job.engine_config, phase, world, **sizes)
     plan = PhasePlan(phase, techniques, task, source, length, config, numbers.optimizer, folder, resumed)
     if resumed:
-        check_fits(resumed, plan.identity(plan.prepare().groups), redacted(task.spec.model_dump()))
+        check_fits(resumed, plan.identity(plan.prepare().groups), plan.written)
         before, now = resumed.batch_size, numbers.train_batch_size
         if before != now:
             distributed.warn(

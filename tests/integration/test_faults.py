@@ -388,8 +388,9 @@ def test_another_batch_size_takes_up_the_examples_where_they_were_left(server, w
     steps = json.loads((output / "all_results.json").read_text())["prune"]["train"]["steps"]
     assert steps == stops[0] + (240 - 16 * stops[0]) // 48
     assert "train_batch_size was 16 up to step" in texts[1]
-    changed = "prune: this run's files differ from the checkpoint, and win: weight_decay 0.0 -> 0.05 (weights)\n"
+    changed = "weight_decay: null before, 0.05 now"
     assert [changed in text for text in texts] == [False, True, False]
+    assert "prune: the recipe differs from the checkpoint's, and wins: " in texts[1]
 
 
 def test_a_checkpoint_of_another_phase_is_not_gone_on_from(server, words, whole, tmp_path):
@@ -410,7 +411,8 @@ def test_a_checkpoint_of_another_phase_is_not_gone_on_from(server, words, whole,
     assert run.codes() == [2, 2], run.text[-3000:]
     assert "seed: 42 before, 7 now" in run.text
     assert 'the techniques: ["distill", "prune"] before, ["prune"] now' in run.text
-    assert "the parameter groups differ in " in run.text
+    assert "the parameter groups differ\n" in run.text
+    assert "in the recipe differ: " in run.text
     assert status_of(folder) == status_of(whole), "the run that was refused has begun nothing"
     assert [path.name for path in Checkpoints(folder).all()] == saved
 

@@ -107,26 +107,16 @@ def settings(matrix) -> dict[str, dict]:
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_the_files_count_for_every_hyperparameter(settings, case):
-    """Without a change the bits are those of a run that was not stopped, and nothing is logged.
-
-    With one, a resumed optimizer has what a fresh one would have, where the schedule does not move it, and the log has
-    what differs from the checkpoint.
-    """
+    """Without a change the bits are those of a run that was not stopped. With one, a resumed optimizer has what a fresh
+    one would have, where the schedule does not move it."""
     same = settings[case]["same"]
-    assert (same["bits"], same["told"]) == (True, "")
+    assert same["bits"]
     assert same["now"] == same["loaded"]
     other, schedule = settings[case]["other"], case == "OneCycle"
     moved = ("betas",) if schedule else ()
     now, fresh = ([{k: v for k, v in g.items() if k not in moved} for g in other[name]] for name in ("now", "fresh"))
     assert now == fresh != other["loaded"]
     assert not other["bits"]
-    told = dict.fromkeys(("weight_decay 0.1 -> 0.0 (weights, head.*)", "learning rate 0.0"))
-    told |= dict.fromkeys(
-        ("momentum 0.5 -> 0.9", "nesterov False -> True") if case == "SGD" else ("eps 1e-08 -> 1e-06",)
-    )
-    told |= {} if schedule or case == "SGD" else {"betas (0.9, 0.999) -> (0.8, 0.98)": None}
-    assert [word for word in told if word not in other["told"]] == []
-    assert other["told"].count(" -> ") == len(told) + ("gradient_clipping 1.0 -> 0.5" in other["told"])
     assert other["clip"] in (None, 0.5)
 
 

@@ -52,11 +52,12 @@ def test_a_checkpoint_of_other_data_names_the_field_and_no_hash(tmp_path):
     task = {"name": "text", "max_seq_length": 24}
     saved = SimpleNamespace(path=tmp_path, identity={TRAINING_DATA: "c0ffee"}, phase={"task": task})
     for now, words in (
-        (task | {"max_seq_length": 32}, "the training data differ: max_seq_length: 24 before, 32 now$"),
-        (task, r"the files have other contents, .* or this version reads them otherwise"),
+        (task | {"max_seq_length": 32}, "in the recipe differ: task.max_seq_length: 24 before, 32 now\n"),
+        (task, r"in the recipe differ: none; the files have other contents, .* or this version reads them otherwise"),
     ):
-        with pytest.raises(UserError, match=f"(?m){words}"):
-            check_fits(saved, {TRAINING_DATA: "decaf"}, now)
+        with pytest.raises(UserError, match=words) as error:
+            check_fits(saved, {TRAINING_DATA: "decaf"}, {"task": now, "a new field": 1})
+        assert "c0ffee" not in str(error.value)
     saved.identity = {"the cut": {"keep": 0.5}}
     with pytest.raises(UserError, match=r"the cut\.keep: 0\.5 before, 0\.4 now"):
         check_fits(saved, {"the cut": {"keep": 0.4}})

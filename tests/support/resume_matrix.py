@@ -305,10 +305,8 @@ def gone_on(folder: Path, setting: Setting, words: dict[str, Any], base: Hyperpa
     fresh, in_files = settings(running), engine.OptimizerSettings(running)
     running.load_checkpoint(str(folder), tag="saved")
     loaded = settings(running)
-    before = engine.OptimizerSettings(running)
     in_files.restore(running)
-    told = engine.OptimizerSettings(running).changes_since(before)
-    found = {"fresh": fresh, "loaded": loaded, "now": settings(running), "told": told}
+    found = {"fresh": fresh, "loaded": loaded, "now": settings(running)}
     found["rates"] = [group["lr"] for group in running.optimizer.param_groups]
     found["clip"] = getattr(running.optimizer, "clip_grad", None)
     scaler = getattr(running.optimizer, "loss_scale_config", None) or getattr(running.optimizer, "loss_scaler", None)
