@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +42,17 @@ _FLAGS = re.compile("|".join(map(re.escape, _WORDS)))
 class Results(dict[Any, Any]):
     """A dict of results, of which a notebook shows a table, since all that it holds would fill a page."""
 
-    def __init__(self, values: Mapping[Any, Any], table: Callable[[Mapping[Any, Any]], str]) -> None:
-        super().__init__(values)
-        self._table = table
+    def __repr__(self) -> str:
+        return aligned([{"name": name, "value": text} for name, text in _texts(self)])
+
+
+class PhaseResults(Results):
+    """The results of a run by phase."""
 
     def __repr__(self) -> str:
-        return self._table(self)
+        from ds_trainer.report.results import results_table
+
+        return results_table(self)
 
 
 @contextlib.contextmanager
@@ -83,10 +88,7 @@ def train(
     words = [*flags, *switches, *(f"--plugin={plugin}" for plugin in plugins)]
     files = {"recipe": recipe, "deepspeed_config": deepspeed_config or _ENGINE_FILE}
     job = training.read_train_job(words, **files, output_dir=output_dir)
-    results = training.train(job)
-    from ds_trainer.report.results import results_table
-
-    return Results(results, results_table)
+    return PhaseResults(training.train(job))
 
 
 @_in_python()
@@ -97,7 +99,7 @@ def evaluate(model: str | Path, *flags: str, recipe: Recipe | JsonFile | None = 
     scored on its phase's task. The scores are printed, too. With "--all_checkpoints" they are returned by step.
     """
     job = evaluating.read_evaluate_job([str(model), *flags], recipe=recipe, fields=task)
-    return Results(evaluating.evaluate(job), _table_by_step if job.all_checkpoints else _table_of_values)
+    return Results(evaluating.evaluate(job))
 
 
 @_in_python()
@@ -146,15 +148,7 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
 
 
 def _exported(model: str | Path, flags: Sequence[str], **given: Any) -> Results:
-    return Results(exporting.export(exporting.read_export_job([str(model), *flags], **given)), _table_of_values)
-
-
-def _table_by_step(scores: Mapping[Any, Any]) -> str:
-    return aligned([{"step": f"{step:,}"} | dict(_texts(values)) for step, values in scores.items()])
-
-
-def _table_of_values(values: Mapping[Any, Any]) -> str:
-    return aligned([{"name": name, "value": text} for name, text in _texts(values)])
+    return Results(exporting.export(exporting.read_export_job([str(model), *flags], **given)))
 
 
 def _texts(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,4 +1,7 @@
-"""`launch/export.py`: shrink or cut a model folder or a checkpoint, write it as ONNX, or as a compact file."""
+"""`launch/export.py`: shrink or cut a model folder or a checkpoint, write it as ONNX, or as a compact file.
+
+`launch/benchmark.py`: what model folders cost, side by side, and their scores on a task.
+"""
 
 import argparse
 import contextlib
@@ -13,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.cli.command import NO_TASK, Mistakes, Parser, names_task, one_process_mistakes, output_path, read_task
-from ds_trainer.files.messages import shown
-from ds_trainer.files.run_folder import MODEL_FILES, check_output_folder
+from ds_trainer.files.messages import listed, shown
+from ds_trainer.files.run_folder import check_output_folder
 from ds_trainer.files.writing import is_aside
 from ds_trainer.models.folders import COMPACT_FILE, folder_mistakes
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe import jobs
 from ds_trainer.recipe.cut_specs import CutSpec
-from ds_trainer.recipe.jobs import INT8, INT8_FILE, ONNX_FILE, WEIGHTS, ExportJob
 from ds_trainer.recipe.recipe import parse_cut
 from ds_trainer.recipe.saved_checkpoint import is_checkpoint, read_checkpoint
 from ds_trainer.recipe.trust import trusting
@@ -36,7 +39,7 @@ def export_command(arguments: Sequence[str]) -> None:
         print(json.dumps(report, indent=2), flush=True)
 
 
-def export(job: ExportJob) -> dict[str, Any]:
+def export(job: jobs.ExportJob) -> dict[str, Any]:
     """Export a model folder, which is made first where the job names a checkpoint; return the report."""
     from ds_trainer.deploy.card import open_repository, push_to_hub
     from ds_trainer.deploy.export_folder import export_folder
@@ -56,15 +59,16 @@ def export(job: ExportJob) -> dict[str, Any]:
     return report
 
 
-def read_export_job(arguments: Sequence[str], **given: Any) -> ExportJob:
+def read_export_job(arguments: Sequence[str], **given: Any) -> jobs.ExportJob:
     """Parse and check an export command; a UserError has every mistake, one a line.
 
     A Python program can give flags as values, by their names; the fields of the task are `fields`.
     """
     flags = export_parser().options(arguments, given)
-    mistakes, of_checkpoint = Mistakes(_flag_mistakes(flags)), is_checkpoint(flags.model)
+    of_checkpoint = is_checkpoint(flags.model)
+    writes = [name for name in ("shrink", "cut", "onnx", "compact", "unpack") if getattr(flags, name)]
+    mistakes = Mistakes(_flag_mistakes(flags, writes, of_checkpoint))
     checkpoint = mistakes.of(read_checkpoint, flags.model) if of_checkpoint else None
-    mistakes += [] if of_checkpoint else _model_mistakes(flags)
     mistakes.raise_all()
     task, cache_dir = None, flags.cache_dir
     if names_task(flags) or checkpoint:
@@ -73,11 +77,11 @@ def read_export_job(arguments: Sequence[str], **given: Any) -> ExportJob:
         mistakes.append(f"--cut fits the model to training examples, and there is {NO_TASK}")
     cut = mistakes.of(_read_cut, flags.cut) if flags.cut else None
     mistakes += check_data_files(task, splits=("train",)) if task and cut else []
-    mistakes += _output_mistakes(flags)
+    mistakes += _output_mistakes(flags, writes, of_checkpoint)
     values = {"output": flags.output_dir or Path(flags.model), "cache_dir": cache_dir}
     checkpoint = replace(checkpoint, task=task) if checkpoint and task else None
     task = task if names_task(flags) or cut else None
-    return mistakes.job(ExportJob, flags, task=task, checkpoint=checkpoint, cut=cut, **values)
+    return mistakes.job(jobs.ExportJob, flags, task=task, checkpoint=checkpoint, cut=cut, **values)
 
 
 def export_parser() -> Parser:
@@ -88,15 +92,15 @@ def export_parser() -> Parser:
     add("--overwrite", action="store_true", help="replace the existing model, or the .onnx files")
     add("--shrink", action="store_true", help="cut out the heads and neurons that are wholly zero")
     add("--cut", metavar="SHARE", help="keep this share of heads and neurons, or a phase's cut as JSON; needs a task")
-    add("--onnx", action="store_true", help=f"write {ONNX_FILE}, never compact, and check it in onnxruntime")
-    add("--quantize", choices=(INT8,), help=f"with --onnx: also write {INT8_FILE}")
+    add("--onnx", action="store_true", help=f"write {jobs.ONNX_FILE}, never compact, and check it in onnxruntime")
+    add("--quantize", choices=(jobs.INT8,), help=f"with --onnx: also write {jobs.INT8_FILE}")
     add("--compact", choices=("fp16",), help=f"write {COMPACT_FILE} in the place of the weights")
     add("--unpack", action="store_true", help="write the ordinary folder of a compact one")
     parser.add_push_flag()
     return parser
 
 
-def onnx_mistakes(flag: str) -> Iterator[str]:
+def _onnx_mistakes(flag: str) -> Iterator[str]:
     """Say which packages are missing for a flag that needs onnx and onnxruntime."""
     missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
@@ -115,61 +119,112 @@ def _read_cut(text: Any) -> CutSpec:
     return spec
 
 
-def _writes(flags: argparse.Namespace) -> bool:
-    """Whether anything is to be written, and not only sent."""
-    named = ("shrink", "cut", "onnx", "compact", "unpack")
-    return is_checkpoint(flags.model) or any(getattr(flags, name) for name in named)
-
-
-def _flag_mistakes(flags: argparse.Namespace) -> Iterator[str]:
-    """Report the flags that do not go together."""
-    if not (_writes(flags) or flags.push_to_hub):
+def _flag_mistakes(flags: argparse.Namespace, writes: list[str], of_checkpoint: bool) -> Iterator[str]:
+    """Report the flags that do not go together, or with this model; `writes` are those that ask for files."""
+    if not (writes or of_checkpoint or flags.push_to_hub):
         yield "nothing to do: give --shrink, --cut, --onnx, --compact, --unpack or --push_to_hub"
-    others = flags.shrink or flags.cut or flags.onnx or flags.compact or names_task(flags)
-    if flags.unpack and (others or is_checkpoint(flags.model)):
+    if flags.unpack and (writes != ["unpack"] or names_task(flags) or of_checkpoint):
         yield "--unpack goes with --output_dir alone, and with a compact folder: export it by a second command"
+    elif flags.unpack and not os.path.isfile(os.path.join(flags.model, COMPACT_FILE)):
+        yield f"--unpack: {flags.model} has no {COMPACT_FILE}: there is nothing to unpack"
     if flags.shrink and flags.cut:
         yield "--shrink and --cut: a cut of heads and neurons also takes out those that are zero: drop --shrink"
     if flags.quantize and not flags.onnx:
         yield f"--quantize {flags.quantize} is for an ONNX file: give --onnx, too"
     if flags.onnx:
-        yield from onnx_mistakes("--onnx")
+        yield from _onnx_mistakes("--onnx")
     yield from one_process_mistakes("a folder is exported")
+    if not of_checkpoint:
+        yield from folder_mistakes(Path(flags.model), flags.trust)
 
 
-def _model_mistakes(flags: argparse.Namespace) -> Iterator[str]:
-    yield from folder_mistakes(Path(flags.model), flags.trust)
-    if flags.unpack and not os.path.isfile(os.path.join(flags.model, COMPACT_FILE)):
-        yield f"--unpack: {flags.model} has no {COMPACT_FILE}: there is nothing to unpack"
-
-
-def _output_mistakes(flags: argparse.Namespace) -> Iterator[str]:
+def _output_mistakes(flags: argparse.Namespace, writes: list[str], of_checkpoint: bool) -> Iterator[str]:
     """Say why the output cannot be written where the flags want it."""
-    if not _writes(flags):
+    output = flags.output_dir or Path(flags.model)
+    is_itself, adds_onnx = os.path.realpath(output) == os.path.realpath(flags.model), writes == ["onnx"]
+    if not (writes or of_checkpoint):
         if flags.output_dir:
             yield "--output_dir: --push_to_hub alone sends the folder as it is, and writes nothing: drop it"
-        return
-    output, of_checkpoint = flags.output_dir or Path(flags.model), is_checkpoint(flags.model)
-    itself = os.path.realpath(output) == os.path.realpath(flags.model)
-    only_onnx = flags.onnx and not (flags.shrink or flags.cut or flags.compact)
-    if itself and (of_checkpoint or not only_onnx):
+    elif is_itself and (of_checkpoint or not adds_onnx):
         yield f"{flags.model} is what is exported, and stays as it is: give --output_dir with another folder"
-        return
-    if unfit := check_output_folder(output, overwrite=True):
+    elif unfit := check_output_folder(output, overwrite=True):
         yield from (f"--output_dir: {mistake}" for mistake in unfit)
-        return
-    names = sorted(path.name for path in output.iterdir() if not is_aside(path)) if output.is_dir() else []
-    if not only_onnx:
-        if names and "config.json" not in names:
+    elif output.is_dir():
+        names = sorted(path.name for path in output.iterdir() if not is_aside(path))
+        has_weights = any(fnmatchcase(name, pattern) for name in names for pattern in jobs.WEIGHTS[:-1])
+        replaced = [name for name in names if not adds_onnx or name in (jobs.ONNX_FILE, jobs.INT8_FILE)]
+        if not adds_onnx and names and "config.json" not in names:
             yield f"--output_dir: {output} holds something else than a model: give another"
-        elif names and not flags.overwrite:
-            yield f"--output_dir: {output} is not empty: give another, or --overwrite"
-        return
-    # the config and tokenizer of an earlier .onnx file may be replaced, and weights may not
-    kept = [*WEIGHTS[:-1], *([] if ONNX_FILE in names else MODEL_FILES)]
-    model = next((name for name in names if any(fnmatchcase(name, pattern) for pattern in kept)), None)
-    if model and not itself:
-        yield f"--output_dir: {output} holds another model ({model}) than the .onnx file would: give another"
-    existing = [name for name in (ONNX_FILE, INT8_FILE) if name in names]
-    if existing and not flags.overwrite:
-        yield f"{output} has {' and '.join(existing)} already: give another --output_dir, or --overwrite"
+        elif adds_onnx and not is_itself and (has_weights or ("config.json" in names and jobs.ONNX_FILE not in names)):
+            yield f"--output_dir: {output} holds another model than the .onnx file would: give another"
+        elif replaced and not flags.overwrite:
+            yield f"--output_dir: {output} has {listed(replaced, 3)} already: give another, or --overwrite"
+
+
+def benchmark_command(arguments: Sequence[str]) -> None:
+    """Measure model folders side by side."""
+    job = read_benchmark_job(arguments)
+    from ds_trainer.deploy.benchmark import benchmark
+
+    with trusting(job.trust):
+        benchmark(job)
+
+
+def read_benchmark_job(arguments: Sequence[str]) -> jobs.BenchmarkJob:
+    """Parse and check a benchmark command; a UserError has every mistake, one a line."""
+    flags = benchmark_parser().parse_args(list(arguments))
+    mistakes = Mistakes(_benchmark_mistakes(flags))
+    mistakes += [mistake for folder in flags.folders for mistake in folder_mistakes(folder, flags.trust)]
+    task, cache_dir = None, flags.cache_dir
+    if names_task(flags):
+        task, cache_dir = read_task(flags, mistakes, "validation")
+    elif jobs.OF_THE_TASK in flags.lengths:
+        mistakes.append(f"--lengths {jobs.OF_THE_TASK}: {NO_TASK}")
+    values = {
+        "folders": dict(zip(flags.names or labels(flags.folders), flags.folders, strict=False)),
+        "backends": jobs.BACKENDS if "all" in flags.backends else flags.backends,
+        "lengths": flags.lengths or [jobs.OF_THE_TASK if task else 128],
+    }
+    return mistakes.job(jobs.BenchmarkJob, flags, task=task, cache_dir=cache_dir, **values)
+
+
+def benchmark_parser() -> argparse.ArgumentParser:
+    parser, cores = Parser("benchmark", "Measure model folders side by side."), len(os.sched_getaffinity(0))
+    add = parser.add_argument
+    add("folders", nargs="+", type=Path, metavar="FOLDER", help="the first is the base of all ratios")
+    add("--batch_sizes", nargs="+", metavar="N", default=[1, 32])
+    lengths = f'tokens; "{jobs.OF_THE_TASK}": as long as the texts of the task are (the default with a task, else 128)'
+    add("--lengths", nargs="+", metavar="N", default=[], help=lengths)
+    add("--threads", nargs="+", metavar="N", type=int, default=[cores], help="of the CPU (all cores)")
+    add("--devices", nargs="+", choices=jobs.DEVICES, help="by default all that this machine has")
+    dtypes = [*jobs.DTYPES, jobs.INT8]
+    add("--dtypes", nargs="+", choices=dtypes, default=["fp32"], help="torch: no int8; onnxruntime: no 16-bit")
+    add("--backends", nargs="+", choices=(*jobs.BACKENDS, "all"), default=["torch"])
+    add("--seconds", default=20, metavar="X", help="of calls at a setting, all folders together (20)")
+    add("--names", nargs="+", metavar="NAME", help="what to call the folders, in their order")
+    add("--output_dir", dest="output", type=output_path, help="where to write benchmark.json and benchmark.md")
+    add("--eval_batch_size", default=64, metavar="N", help="for the scores (64)")
+    parser.add_task_flags()
+    return parser
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """Label folders by their paths below the folder that all of them lie in; a repeated folder has its number."""
+    common = os.path.commonpath([folder.absolute().parent for folder in folders])
+    names = [os.path.relpath(folder, common) for folder in folders]
+    times = [names[: index + 1].count(name) for index, name in enumerate(names)]
+    return [name if time == 1 else f"{name} ({time})" for name, time in zip(names, times, strict=True)]
+
+
+def _benchmark_mistakes(flags: argparse.Namespace) -> Iterator[str]:
+    """Report the flags that do not fit each other, this machine or this installation."""
+    cores = len(os.sched_getaffinity(0))
+    if flags.names and not len(flags.folders) == len(flags.names) == len(set(flags.names)):
+        yield f"--names is {', '.join(flags.names)}: give each of the {len(flags.folders)} folders a name of its own"
+    if max(flags.threads) > cores:
+        yield f"--threads is {max(flags.threads)}: this process may use {cores} cores: give {cores} at most"
+    yield from one_process_mistakes("a benchmark is measured")
+    if {"onnxruntime", "all"} & {*flags.backends}:
+        yield from _onnx_mistakes("--backends onnxruntime")
+    if flags.output:
+        yield from (f"--output_dir: {mistake}" for mistake in check_output_folder(flags.output, overwrite=True))

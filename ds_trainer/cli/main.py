@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 _NEEDED = ("torch", "deepspeed", "transformers", "pydantic", "hjson")
+_SHARED = {"calibrate": "evaluate", "benchmark": "export"}
+"""The commands whose module is named after another one."""
 
 
 def console_script() -> None:
@@ -39,4 +41,4 @@ def main(name: str) -> None:
 
 def module_of(command: str) -> ModuleType:
     """Import the module with the parser and the function of a command."""
-    return importlib.import_module(f"ds_trainer.cli.{'evaluate' if command == 'calibrate' else command}")
+    return importlib.import_module(f"ds_trainer.cli.{_SHARED.get(command, command)}")

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from ds_trainer.cli.command import PROJECT, Mistakes, Parser, one_process_mistakes, output_path
 from ds_trainer.cli.doctor import doctor_command, read_hostfile
-from ds_trainer.cli.train import FIELDS, apply_flags, read_train_job, source_mistakes, train_parser
+from ds_trainer.cli.train import apply_flags, read_train_job, source_mistakes, train_parser
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, read_engine_file
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.messages import listed, shown
@@ -83,7 +83,7 @@ def read_tune_job(arguments: Sequence[str]) -> TuneJob:
     values |= {"recipe_file": recipe_file, "engine_file": engine_file, "greater_is_better": greater}
     values |= {"train_flags": in_the_files.parse_known_args(training)[1], "space": space, "metric": metric}
     job = mistakes.job(TuneJob, flags, **values)
-    raise_mistakes(_space_mistakes(job, given))
+    raise_mistakes(_space_mistakes(job))
     return job
 
 
@@ -167,10 +167,9 @@ def _score_mistakes(recipe: Recipe, flags: argparse.Namespace) -> Iterator[str]:
         yield f"held_out is {listed(sorted(shares))} in different phases: write the same in all of them"
 
 
-def _space_mistakes(job: TuneJob, given: argparse.Namespace) -> Iterator[str]:
+def _space_mistakes(job: TuneJob) -> Iterator[str]:
     """Report each value of the space that is a mistake with the user's own files, and in every combination."""
     space = {path: each if isinstance(each, list) else each.examples for path, each in (job.space or {}).items()}
-    flags = {field: flag for flag, field in FIELDS.items() if getattr(given, flag) is not None}
     for path, values in space.items():
         root, numbers = path.partition(".")[0], [value for value in values if type(value) is int and value > 0]
         if root not in {RANKS, THREADS, *Recipe.model_fields, *key_table()["keys"]}:
@@ -183,8 +182,6 @@ def _space_mistakes(job: TuneJob, given: argparse.Namespace) -> Iterator[str]:
             yield f"--space {path} is a range, which only a search with --metric draws from: write a list"
         elif job.metric and set(path.split(".")) & _OF_THE_DATA:
             yield f"--space {path}: scores on other held-out examples could not be compared: drop it"
-        elif path in flags:
-            yield f"--space {path}: --{flags[path]} is given too, and wins: drop one of them"
         else:
             for value in values:
                 others = islice(product(*space.values()), _MOST_COMBINATIONS)

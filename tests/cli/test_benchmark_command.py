@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import exported_models
 
-from ds_trainer.cli.benchmark import labels, read_benchmark_job
+from ds_trainer.cli.export import labels, read_benchmark_job
 
 
 @pytest.fixture(scope="module")
@@ -16,10 +16,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_labels_tell_folders_apart() -> None:
-    """By the last parts of their paths that differ; the same folder again by its number."""
-    assert labels([Path("/x/dense"), Path("/y/pruned")]) == ["dense", "pruned"]
+    """By their paths below the folder of all; the same folder again by its number."""
+    assert labels([Path("/r/x/dense")]) == ["dense"]
     assert labels([Path("/r/a/model"), Path("/r/b/model")]) == ["a/model", "b/model"]
-    assert labels([Path("/r/model"), Path("/r/model"), Path("/r/a/model")]) == ["r/model", "r/model (2)", "a/model"]
+    assert labels([Path("/r/model"), Path("/r/model"), Path("/r/a/model")]) == ["model", "model (2)", "a/model"]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 from support.exit_folders import make_classifier
 from transformers import AlbertConfig, AlbertModel, GPT2Config, GPT2ForSequenceClassification
 
-from ds_trainer.cli.benchmark import benchmark_command, read_benchmark_job
 from ds_trainer.cli.command import run_command
+from ds_trainer.cli.export import benchmark_command, read_benchmark_job
 from ds_trainer.deploy import benchmark, measuring
 from ds_trainer.deploy.benchmark import ONLY, cases_of, measure
 from ds_trainer.deploy.measuring import (
@@ -211,7 +211,7 @@ def test_threads_and_types_are_those_asked_for(plain: Path, monkeypatch: pytest.
         return {key: [1.0] for key in runs}
 
     monkeypatch.setattr(measuring, "in_turns", timed)
-    monkeypatch.setattr("ds_trainer.cli.benchmark.os.sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr("ds_trainer.cli.export.os.sched_getaffinity", lambda _: {0, 1, 2})
     before = torch.get_num_threads()
     measured(plain, *FAST, "--threads", 3, 1, "--dtypes", "fp32", "bf16")
     assert seen == [(3, torch.float32), (1, torch.float32), (3, torch.bfloat16), (1, torch.bfloat16)]

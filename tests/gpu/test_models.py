@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ds_trainer.cli.api import evaluate
-from ds_trainer.cli.benchmark import benchmark_command
 from ds_trainer.cli.command import run_command
+from ds_trainer.cli.export import benchmark_command
 from ds_trainer.cli.train import train_command
 
 HYBRID = {"granularity": "hybrid", "final_threshold": 0.5, "mask_init": "uniform", "mask_scale": 0.01}

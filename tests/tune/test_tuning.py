@@ -308,7 +308,6 @@ def test_a_tuning_without_any_result_says_why(job, run):
         ({RATE: [1e-3, "fast"]}, ACCURACY, f'--space {RATE}, "fast": recipe: phases.1.learning_rate'),
         ({RATE: {"low": 0, "high": 1, "log": True}}, ACCURACY, "low must be below high"),
         ({"task.held_out": [0.2]}, ACCURACY, "could not be compared"),
-        ({"seed": [1, 2]}, [*ACCURACY, "--seed", "3"], "--seed is given too, and wins"),
         ("{", ACCURACY, "--space is not JSON"),
         (None, ACCURACY, "--metric needs --space"),
         ({RATE: [1e-3]}, [*ACCURACY, "--phase", "prune"], "--phase is for speed"),
