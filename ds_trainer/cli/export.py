@@ -209,9 +209,12 @@ def benchmark_parser() -> argparse.ArgumentParser:
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """Label folders by their paths below the folder that all of them lie in; a repeated folder has its number."""
-    common = os.path.commonpath([folder.absolute().parent for folder in folders])
-    names = [os.path.relpath(folder, common) for folder in folders]
+    """Label folders by as few of the last parts of their paths as tell them apart; a repeated folder has its number."""
+    paths = [folder.absolute() for folder in folders]
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
     times = [names[: index + 1].count(name) for index, name in enumerate(names)]
     return [name if time == 1 else f"{name} ({time})" for name, time in zip(names, times, strict=True)]
 

@@ -16,10 +16,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_labels_tell_folders_apart() -> None:
-    """By their paths below the folder of all; the same folder again by its number."""
-    assert labels([Path("/r/x/dense")]) == ["dense"]
+    """By the last parts of their paths that differ; the same folder again by its number."""
+    assert labels([Path("/x/dense"), Path("/y/pruned")]) == ["dense", "pruned"]
     assert labels([Path("/r/a/model"), Path("/r/b/model")]) == ["a/model", "b/model"]
-    assert labels([Path("/r/model"), Path("/r/model"), Path("/r/a/model")]) == ["model", "model (2)", "a/model"]
+    assert labels([Path("/r/model"), Path("/r/model"), Path("/r/a/model")]) == ["r/model", "r/model (2)", "a/model"]
 
 
 @pytest.mark.parametrize(

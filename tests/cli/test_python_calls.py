@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 
@@ -48,23 +47,19 @@ def test_the_names_are_ours(log):
         (lambda out: train(RECIPE, out), ["is not empty: give another, or overwrite=True, or resume=True"]),
         (lambda out: train(RECIPE | {"x": 1}, out, deepspeed_config={"fp61": {}}), ["recipe: x: unk", "mean fp16"]),
         (lambda out: train(RECIPE | {"model": {}}, out / "new"), ["no model: give model.name_or_path, or"]),
-        (lambda out: train(str(out / "none.json"), out), ["none.json does not exist"]),
         (lambda out: train(RECIPE | {"seed": out}, 123), ["recipe: output_dir: Input should be", "recipe: seed: "]),
         (lambda out: train("quickstarts", out), ["is no file, nor a name in ds_configs/recipes: quickstart"]),
         (lambda out: evaluate(out / "none"), ["no task: give the task's name, or recipe with a task"]),
         (lambda out: evaluate(out, recipe=RECIPE, max_seq_lenght=3), ['did you mean "max_seq_length"?']),
         (lambda out: cut(out, out, 0.5), ["spec fits the model to", "stays as it is: give output_dir with another"]),
-        (
-            lambda out: cut(out, out / "x", [0.5], recipe=Recipe.model_validate(RECIPE)),
-            ["a cut in steps with training"],
-        ),
+        (lambda out: cut(out, out / "x", [0.5], recipe=Recipe.model_validate(RECIPE)), ["a cut in steps with train"]),
         (lambda out: shrink(out / "m", out), ["output_dir: ", "holds something else than a model: give another"]),
     ],
 )
 def test_errors_name_arguments_and_not_flags(log, monkeypatch, tmp_path, call, messages):
     """All mistakes come at once, whether files are given by name or as objects, and whatever an argument is."""
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(api.exporting, "_model_mistakes", lambda flags: [])
+    monkeypatch.setattr(api.exporting, "folder_mistakes", lambda folder, trust: [])
     with pytest.raises(UserError) as caught:
         call(tmp_path)
     told = str(caught.value)
@@ -101,16 +96,11 @@ def test_results_are_a_dict_and_show_a_table(log, training, monkeypatch, tmp_pat
     assert json.loads(json.dumps(results)) == trained
     header, line = repr(results).splitlines()
     assert (header.split()[:2], line.split()[:2]) == (["phase", "accuracy"], ["dense", "0.5000"])
-    job = SimpleNamespace(all_checkpoints=True)
-    monkeypatch.setattr(api.evaluating, "read_evaluate_job", lambda *words, **values: job)
-    monkeypatch.setattr(api.evaluating, "evaluate", lambda job: {8: {"f1": 0.25}, 16: {"f1": 0.5}})
+    monkeypatch.setattr(api.evaluating, "read_evaluate_job", lambda *words, **values: None)
+    scores = {8: {"f1": 0.25}, 16: {"f1": 0.5}, "parameters": 1234, "parts": [{"name": "a"}]}
+    monkeypatch.setattr(api.evaluating, "evaluate", lambda job: scores)
     lines = [line.split() for line in repr(evaluate("M")).splitlines()]
-    assert lines == [["step", "f1"], ["8", "0.2500"], ["16", "0.5000"]]
-    report = {"cut": {"parameters": {"after": 1234}, "parts": [{"name": "a"}]}, "scores": {"cut": {"f1": 0.5}}}
-    monkeypatch.setattr(api.exporting, "read_export_job", lambda *words, **values: None)
-    monkeypatch.setattr(api.exporting, "export", lambda job: report)
-    lines = [line.split() for line in repr(cut("M", "OUT", 0.5)).splitlines()]
-    assert lines == [["name", "value"], ["cut.parameters.after", "1,234"], ["scores.cut.f1", "0.5000"]]
+    assert lines == [["name", "value"], ["8.f1", "0.2500"], ["16.f1", "0.5000"], ["parameters", "1,234"]]
 
 
 def test_the_lines_of_the_command_are_shown(log, training, monkeypatch, capsys, tmp_path):
