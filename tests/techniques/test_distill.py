@@ -138,10 +138,9 @@ def test_the_teacher_learns_nothing_and_the_student_follows(spec, student, teach
     assert "output_hidden_states" not in AutoConfig.from_pretrained(tmp_path / "folded").to_diff_dict()
 
 
-@pytest.mark.parametrize("divergence", ["forward", "reverse", "js"])
-def test_a_student_like_its_teacher_has_nothing_to_learn(divergence, spec, teacher, tmp_path):
+def test_a_student_like_its_teacher_has_nothing_to_learn(spec, teacher, tmp_path):
     """The same model on both sides: every term is 0 and they agree on every example."""
-    terms = {"terms": ALL, "layer_pairs": [[1, 1], [0, 0], [-1, 3]], "divergence": divergence}
+    terms = {"terms": ALL, "layer_pairs": [[1, 1], [0, 0], [-1, 3]], "divergence": "js"}
     _, model, technique, batch = distillation(spec, teacher, teacher, tmp_path, **terms)
     values = terms_of(model.eval(), technique, batch)
     assert technique.projection is None
@@ -172,28 +171,19 @@ def test_agreement_counts_the_rows_of_equal_answers(spec, student, teacher, tmp_
     assert task.answers(viewed["teacher"], batch).keys() == set(range(10))
 
 
-@pytest.mark.parametrize("layers", [{}, {"terms": ["logits", "cos"], "layer_pairs": [[1, 1], [-1, -1]]}])
-def test_cached_answers_are_the_live_ones(spec, student, teacher, layers, tmp_path):
-    """Every example's answers from disk equal those of the live teacher to half precision, in any batch; so do those
-    that a rehearsal remembers, also after a loss has overwritten them. In training no teacher is in memory."""
-    _, _, live, _ = distillation(spec, student, teacher, tmp_path, **layers)
-    task, _, cached, _ = distillation(spec, student, teacher, tmp_path, cache_teacher=True, **layers)
+def test_a_cached_teacher_is_in_memory_for_its_score_alone(spec, student, teacher, tmp_path):
+    """Training reads its answers from disk, and a rehearsal remembers them, also after a loss has overwritten them."""
+    _, _, live, batch = distillation(spec, student, teacher, tmp_path)
+    expected = live._targets(batch).logits
+    _, _, cached, _ = distillation(spec, student, teacher, tmp_path, cache_teacher=True)
+    torch.testing.assert_close(cached._targets(batch).logits, expected, rtol=2e-3, atol=1e-3)
     assert cached._teacher._model is None
-    for rows in ([0, 5, 9], [23], list(range(24))):
-        batch = task.collate(task.examples("train"), rows)
-        expected, mask = live._targets(batch), batch.mask[..., None]
-        for targets in (cached._targets, cached._targets):
-            outputs = targets(batch)
-            torch.testing.assert_close(outputs.logits, expected.logits, rtol=2e-3, atol=1e-3)
-            assert outputs.hidden.keys() == expected.hidden.keys()
-            for layer, states in expected.hidden.items():
-                torch.testing.assert_close(outputs.hidden[layer] * mask, states * mask, rtol=2e-3, atol=2e-3)
     cached.views(Forward(batch, None, 0), None)
     assert cached._teacher._model is not None
     cached.rehearse(CPU)
     for _ in range(2):
         outputs = cached._targets(batch)
-        torch.testing.assert_close(outputs.logits, expected.logits)
+        torch.testing.assert_close(outputs.logits, expected)
         outputs.logits[0].zero_()
     assert live.bytes_held()[0] > 0 == cached.bytes_held()[0]
     cached.stop()
@@ -223,11 +213,8 @@ def test_a_second_run_asks_the_teacher_nothing(spec, student, teacher, tmp_path,
     torch.testing.assert_close(technique._targets(batch).logits, expected)
 
 
-def test_the_size_of_a_cache_is_checked_before_it_is_written(spec, student, teacher, tmp_path, monkeypatch, caplog):
-    """Its room is reserved before a value is written: a full disk is one clear error, and nothing is left of it."""
-    with caplog.at_level("INFO", logger="ds_trainer"):
-        distillation(spec, student, teacher, tmp_path, cache_teacher=True)
-    assert "0.0 MB of the teacher's outputs are kept in" in caplog.text
+def test_the_room_of_a_cache_is_reserved_before_it_is_written(spec, student, teacher, tmp_path, monkeypatch):
+    """A full disk is one clear error, and nothing is left of it: a mapped file on it would kill the process."""
 
     def full(descriptor: int, start: int, size: int) -> None:
         assert size >= 24 * 2 * 2  # examples x classes x bytes
@@ -298,11 +285,9 @@ def test_a_regression_distils_by_squared_error(spec, tokenizer, tmp_path):
     ("family", "field", "frozen"),
     [
         ("distilbert", "freeze_pos_embs", {"distilbert.embeddings.position_embeddings.weight"}),
-        ("roberta", "freeze_pos_embs", {"roberta.embeddings.position_embeddings.weight"}),
         ("gpt2", "freeze_pos_embs", {"transformer.wpe.weight"}),
         ("opt", "freeze_pos_embs", {"model.decoder.embed_positions.weight"}),
         ("bert", "freeze_token_type_embds", {"bert.embeddings.token_type_embeddings.weight"}),
-        ("llama", "freeze_pos_embs", set()),
         ("distilbert", "freeze_token_type_embds", set()),
     ],
 )
