@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -186,10 +187,9 @@ def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
     if (run.folder / "command.json").is_file():
         with distributed.as_warning("command.json", failures):
             command = str(read_object(run.folder / "command.json")["command"])
-            fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", command)), 3)
             parts += [
                 "## Command",
-                f"{fence}\n{command}\n{fence}",
+                textwrap.indent(command, "    "),
                 "Its files are recipe.json and deepspeed_config.json.",
             ]
     if failures:

@@ -127,7 +127,7 @@ def test_the_page_has_what_a_reader_decides_by(made):
     assert places == sorted(places)
     line = "median of the calls, on cpu, 2 threads, float32: 64 examples of 21.2 tokens on average."
     assert page.count(f"Latency of dense, taught: {line}") == 1
-    assert "```\ndeepspeed launch/train.py --recipe my.json\n```" in page
+    assert "\n\n    deepspeed launch/train.py --recipe my.json\n\n" in page
     assert "The policy was set on 1,347 examples of held_out." in page
     assert "Model /models/bert, task mnli." in page
 
@@ -145,7 +145,7 @@ def test_the_html_page_asks_nothing_of_the_network(made):
 
 
 def test_nothing_in_a_run_s_files_becomes_markup(run):
-    """Neither names nor metrics nor a command that ends a fence: each is shown as it was written."""
+    """Neither names nor metrics nor a command of several lines: each is shown as it was written."""
     evil = "<script>alert(1)</script>|![x](http://evil/x.png)[y](javascript:z)`&lt;*b*_c_"
     results = json.loads((run / "all_results.json").read_text())
     results[evil] = results.pop("exits")
