@@ -21,8 +21,8 @@ def seen(tmp_path_factory):
 
 
 def of_all_ranks(seen, name):
-    """A case's outcome, the same on every rank but for the losses, which are of a rank's own data."""
-    ranks = [{key: value for key, value in outcome.items() if key != "losses"} for outcome in seen[0][name]]
+    """A case's outcome, the same on every rank."""
+    ranks = seen[0][name]
     assert len(ranks) == RANKS
     # text, since NaN differs from itself
     assert {json.dumps(outcome) for outcome in ranks} == {json.dumps(ranks[0])}
@@ -90,14 +90,6 @@ def test_a_run_that_goes_on_is_left_alone(seen):
     assert 8 < start["skipped_steps"] < SOUND["high start"].max_skipped
     taken = start["global_steps"] - start["skipped_steps"]
     assert start["rates"][-1] == pytest.approx(start["rates"][0] * DECAY**taken)
-
-
-def test_fp16_without_zero_scales_its_loss(seen):
-    """Plain gradient descent shows the size of the gradients: fp16 takes the steps of fp32, at ZeRO 0 and 1."""
-    losses = {name: outcome[0]["losses"] for name, outcome in seen[0].items() if name.startswith("sgd-")}
-    expected = losses.pop("sgd-fp32-1")
-    assert abs(expected[-1] / expected[0] - 1) > 0.1
-    assert losses == {name: pytest.approx(expected, rel=5e-3) for name in losses}
 
 
 class Engine(SimpleNamespace):

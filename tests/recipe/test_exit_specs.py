@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -37,8 +35,6 @@ def mistakes_of(data: Any) -> str:
 WITH_CE = {"distill": {"teacher": "@model", "alpha_distil": 0.7, "alpha_ce": 0.3}}
 PRUNE = {"prune": {"regularization": "l1", "final_lambda": 20}}
 SST2 = {"name": "sst2", "data_dir": "a"}
-TAGS = {"name": "ner", "train_file": "train.conll", "validation_file": "dev.conll"}
-AIM = {"task": {"name": "sst2", "held_out": 0.1}, "max_drop": 1}
 
 
 @pytest.mark.parametrize(
@@ -61,48 +57,6 @@ def test_the_loss_table_has_the_heads_in_it(data, table):
         data["phases"][0]["techniques"]["exits"]["training"] = "heads"
         words = ['exits.training is "heads"', *others, 'set exits.training to "joint"', "a phase of their own"]
         assert [word for word in words if word not in mistakes_of(data)] == []
-
-
-def test_a_technique_that_is_no_object_is_told():
-    """By its place, whether Python takes the value for false or not."""
-    for technique, value in product(("exits", "prune", "distill"), (False, [1])):
-        message = mistakes_of({"phases": [{"max_steps": 1, "techniques": {technique: value}}]})
-        assert f"techniques.{technique}: " in message
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (with_exits(layers=[2, 1, 2]), ["exits.layers", "[2, 1, 2]", "each once, from first to last"]),
-        (with_exits(task={"name": "sst2"}, target_speedup=1.5), ["calibrates its exits", "task.held_out", "0.02"]),
-        (with_exits(target_speedup=2, **AIM), ["target_speedup and max_drop are both set"]),
-        (with_exits(task={"name": "squad"}), ["has exits, and its task is squad", "labelled text"]),
-        (with_exits(task=TAGS, pooling="mean"), ["exits.pooling, which the heads of ner lack"]),
-        # a threshold that would do nothing
-        (with_exits(criterion="confidence", early_exit_entropy=0.1), ["early_exit_entropy goes with criterion"]),
-        (with_exits(criterion="entropy", patience=2), ['patience goes with criterion "patience"', "drop one"]),
-        (with_exits(early_exit_entropy=0.1, **AIM), ["early_exit_entropy is set, and max_drop picks it"]),
-        # what is no threshold
-        (with_exits(early_exit_confidence=[0.9, 1.1]), ["a number from 0 to 1, or a list"]),
-        *(
-            (with_exits(early_exit_entropy=x), ["a number of 0 or more, or a list"])
-            for x in ("a", [], [-0.1], math.inf)
-        ),
-    ],
-)
-def test_mistakes_are_told_with_their_place(data, words):
-    """In one line: what is wrong and what is allowed, in the words of the recipe."""
-    (message,) = mistakes_of(data).splitlines()
-    assert [word for word in words if word not in message] == []
-
-
-def test_fields_of_0_2_that_changed_nothing_are_read():
-    """In a recipe, and in an exits.json."""
-    uncertainty = {"sequence_uncertainty": "least_certain"}
-    old = {"terms": ["heads"], "temperature": 2.0, "head_weights": None, "per_head": False}
-    assert ExitsSpec(**old, **uncertainty) == ExitsSpec()
-    policy = {"criterion": "entropy", "thresholds": [0.1]}
-    assert ExitPolicy(**policy, **uncertainty) == ExitPolicy(**policy)
 
 
 def test_the_policy_of_a_recipe():

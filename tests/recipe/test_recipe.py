@@ -7,6 +7,7 @@ import json
 import pytest
 
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.cut_specs import CutSpec
 from ds_trainer.recipe.recipe import Recipe, parse_recipe, task_of
 
 
@@ -22,16 +23,6 @@ def with_distill(**distill) -> dict:
     return {"phases": [{"max_steps": 10, "techniques": {"distill": {"teacher": "@model"} | distill}}]}
 
 
-def phase(**fields) -> dict:
-    return {"phases": [{"max_steps": 1} | fields]}
-
-
-def after_mlm(task: str, **fields) -> dict:
-    """A phase of a task after one of masked language modelling."""
-    first = {"name": "a", "max_steps": 1, "task": {"name": "mlm"}}
-    return {"task": {"name": task}, "phases": [first, {"name": "b", "max_steps": 1} | fields]}
-
-
 def with_task(**task) -> dict:
     return {"task": task, "phases": [{"max_steps": 10}]}
 
@@ -40,73 +31,6 @@ def mistakes_of(data) -> str:
     with pytest.raises(ValueError) as caught:
         parse_recipe(data)
     return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ({"phases": [{"max_stepps": 5, "max_steps": 5}]}, ["phases.0.max_stepps", 'did you mean "max_steps"?']),
-        (with_prune(zzz=1), ["prune.zzz", "known here", "pruning_method"]),
-        ({"phases": []}, ["phases", "at least 1"]),
-        ({"phases": [{}]}, ["phases.0", "num_train_epochs", "max_steps"]),
-        (
-            {"phases": [{"num_train_epochs": 0, "shrink": True, "techniques": {"prune": {}}}]},
-            ["num_train_epochs is 0, and prune and shrink would need training"],
-        ),
-        ({"phases": [{"max_steps": "10"}]}, ["max_steps", '"10"']),
-        ({"phases": [{"max_steps": 2**63}]}, ["max_steps", "less than 9223372036854775808"]),
-        ({"phases": [{"max_steps": 10, "warmup_steps": 1.5}]}, ["warmup_steps", "fraction of the phase", "1.5"]),
-        (with_prune(pruning_method="topk"), ["pruning_method", "'topK'", '"topk"']),
-        (with_prune(pruning_method="magnitude", regularization="l1", final_lambda=1), ["magnitude has none"]),
-        (with_prune(final_lambda=3), ["final_lambda", "regularization"]),
-        (with_prune(regularization="l1"), ["regularization is l1", "final_lambda"]),
-        ({"phases": [{"name": "a", "max_steps": 1}, {"name": "a", "max_steps": 1}]}, ['two phases are named "a"']),
-        (phase(start_from="@nope"), ['start_from of phase "train" is "@nope"', '"@previous"']),
-        (phase(name="model"), ['named "model"', "rename it"]),
-        ({"phases": [{"max_steps": 1}], "model": {"config": {"hidden_size": 3}}}, ["model", "model_type"]),
-        (phase(cut={"keep": [0.5, 0.2]}), ['max_steps of phase "train" is 1', "in 2 steps"]),
-        (
-            {"phases": [{"name": "a_1", "max_steps": 9}, {"name": "a", "max_steps": 9, "cut": {"keep": [0.5, 0.2]}}]},
-            ['two phases are named "a_1"'],
-        ),
-        (phase(techniques={"layer_skip": {}}), ["layer_skip was removed in 0.3", "the plugin examples/layer_skip.py"]),
-        (with_task(name="text", text_columns=["a", "b"], label_column="b"), ["label_column is b", "text_columns"]),
-        (with_task(name="token", tokens_column="tags"), ["tokens_column and tags_column are both tags"]),
-        (with_distill(), ["no term has a weight", "alpha_distil"]),
-        (with_distill(alpha_ce=1), ["alpha_ce is set alone", "alpha_distil", "alpha_mlm"]),
-        (with_distill(alpha_mlm=1, alpha_distil=1), ["alpha_mlm and alpha_distil are both set"]),
-        (with_distill(terms=["mse"], alpha_distil=1), ["the term mse", 'loss["distill.mse"]']),
-        (
-            with_distill(alpha_distil=1, teacher="@later"),
-            ["techniques.distill.teacher of phase", 'is "@later"', '"@model"'],
-        ),
-        (
-            after_mlm("squad", techniques={"distill": {"teacher": "@a", "alpha_distil": 1}}),
-            ["of the family squad", '"a", whose model teaches it, of lm', "the same task"],
-        ),
-        (after_mlm("sst2", cut={"keep": 0.5}), ["of the family text", '"a", whose model is cut for it, of lm']),
-        (with_distill(terms=["attention"]), ["distill.attention was removed in 0.3", "use distill.hidden"]),
-        (with_distill(terms=["mse"], cache_teacher={"top_k": 9}), ["keeps no logits with top_k", "the term mse"]),
-        (with_distill(alpha_distil=1, cache_teacher={"topk": 9}), ["cache_teacher: write true, false", "{'topk': 9}"]),
-        (with_task(name="squad", doc_stride=383), ["doc_stride is 383", "max_seq_length 384 leaves 382 tokens"]),
-        (with_task(name="mlm", word_mask=0.5), ["word_mask + word_keep + word_rand is 0.7"]),
-        (with_task(name="mlm", min_seq_length=200), ["min_seq_length is 200 and max_seq_length is 128"]),
-        (phase(student={"layers": [0], "config": {"model_type": "bert"}}), ["one of the two"]),
-    ],
-)
-def test_mistakes_are_told_with_path_and_way_out(data, words):
-    """Each mistake names where it is, what was found and what is allowed."""
-    message = mistakes_of(data)
-    assert [word for word in words if word not in message] == []
-
-
-def test_all_mistakes_come_at_once():
-    """Mistakes in five places, and two of them in one, give a line each."""
-    phases = [{"max_stps": 1}, {"name": "b", "student": {"layers": [0]}, "cut": {"keep": 0.5}}]
-    lines = mistakes_of({"sed": 1, "phases": phases, "task": {"max_seq_length": 0}}).splitlines()
-    words = ("sed", "max_stps", "max_seq_length", "neither num_train_epochs", "student and cut are both set")
-    assert [word for word in words if not any(word in line for line in lines)] == []
-    assert all(line.startswith("recipe: phases.1: ") for line in lines[-2:] if "phases.1" in line)
 
 
 def test_defaults_follow_the_method():
@@ -128,6 +52,17 @@ def test_defaults_follow_the_method():
         assert (said.mask_scale, said.final_threshold) == (0, 0.5)
     original = prune_of(pruning_method="sigmoid_threshold", regularization="null")
     assert (original.pruning_method, original.regularization) == ("sigmoied_threshold", None)
+
+
+def test_a_granularity_by_key():
+    """One name is of all linear layers, or of the blocks that it goes with; an object stays as it is, in its order."""
+    for granularity, choices in (
+        ("block", {"*": "block"}),
+        ("hybrid", {"attention": "head", "feed_forward": "neuron"}),
+        ("head", {"attention": "head"}),
+        ({"attention": "block", "*": "row"}, {"attention": "block", "*": "row"}),
+    ):
+        assert list(prune_of(granularity=granularity).choices.items()) == list(choices.items())
 
 
 def test_a_penalty_that_would_begin_as_a_reward_is_refused():
@@ -272,3 +207,21 @@ def test_what_goes_by_a_metric_needs_one_and_a_phase_without_a_schedule_of_densi
     assert parse_recipe({"phases": [phase]}).phases[0].trains
     with pytest.raises(UserError, match=f"{name} with prune would export"):
         parse_recipe({"phases": [phase | {"techniques": {"prune": {"final_threshold": 0.5}}}]})
+
+
+def test_what_depends_on_answers_needs_a_trained_head():
+    """Sizes by loss and Fisher costs do; uniform cuts by the inputs of matrices do not."""
+    for spec, judges in (
+        ({"keep": 0.5}, True),
+        ({"keep": 0.5, "uniform": True}, False),
+        ({"vocabulary": {}}, False),
+        ({"keep": 0.5, "granularity": "weight"}, True),
+        ({"keep": 0.5, "granularity": "weight", "method": "magnitude"}, False),
+        ({"keep": 0.5, "granularity": "weight", "uniform": True}, False),
+        ({"keep": 0.5, "granularity": "weight", "uniform": True, "method": "fisher"}, True),
+        ({"granularity": "2:4"}, False),
+        ({"layers": 0.5, "width": 0.5, "contiguous": False}, True),
+        ({"layers": 0.5, "layer_criterion": "cosine"}, False),
+        ({"width": 0.5, "neurons": 0.5}, False),
+    ):
+        assert CutSpec(**spec).judges_answers is judges
