@@ -53,33 +53,12 @@ def test_windows_are_the_tokenizers_own_pairs(tokenizer: Any) -> None:
         )
         if room > SHORT.doc_stride:
             assert [window.columns["input_ids"] for window in found] == [[*ids, *end] for ids in expected["input_ids"]]
+            assert {len(window.columns["input_ids"]) for window in found[:-1]} <= {40}
             # where the model takes them: the library gives the later windows of the others other types than the first
             if "token_type_ids" in tokenizer.model_input_names:
                 assert [window.columns["token_type_ids"] for window in found] == expected["token_type_ids"]
             several += len(found) > 1
     assert several > 5
-
-
-def test_windows_start_doc_stride_apart_and_cover_the_context(tokenizer: Any) -> None:
-    """Whatever the question's length; all but the last are full, and the last ends with the context."""
-    questions = hard_questions(2)
-    contexts = tokenised(tokenizer, [question.context for question in questions])
-    for (question, found), context in zip(rows_of(tokenizer, SHORT, questions), contexts, strict=True):
-        answer = context.covering(start := question.answers[0].start, start + len(question.answers[0].text.rstrip()))
-        for number, window in enumerate(found):
-            places, begin = window.positions, number * SHORT.doc_stride
-            whole = answer and begin <= answer[0] and answer[1] < begin + places.last - places.first + 1
-            if not whole and not question.answers[0].text[0].isspace():
-                assert places.start == places.end == places.null
-            held = slice(begin, begin + places.last - places.first + 1)
-            assert window.columns["input_ids"][places.first : places.last + 1] == context.ids[held]
-            assert window.columns["char_start"][places.first : places.last + 1] == context.spans[held, 0].tolist()
-            outside = [-1] * places.first
-            assert window.columns["char_start"][: places.first] == window.columns["char_end"][: places.first] == outside
-            assert len(window.columns["input_ids"]) == 40 or window is found[-1]
-            assert len(window.columns["input_ids"]) <= 40
-        assert held.stop >= len(context.ids)
-        assert all(window.positions.last < len(window.columns["input_ids"]) for window in found)
 
 
 def test_a_class_token_at_the_end_is_found() -> None:
