@@ -227,6 +227,8 @@ def test_every_family_is_complete() -> None:
         "import pkgutil; from ds_trainer.recipe.task_specs import FAMILIES\n"
         "modules = [pkgutil.resolve_name(entry.data) for entry in FAMILIES.values()]\n"
         "[(each.records, each.training_texts) for each in modules]\n"
+        "from ds_trainer.tasks.registry import check_data_files; from ds_trainer.recipe.task_specs import TextSpec\n"
+        "check_data_files(TextSpec(name='docstrings'))\n"
         "import sys; print({'torch', 'numpy'} & set(sys.modules))"
     )
     done = run_python("-c", code)
