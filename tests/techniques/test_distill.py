@@ -12,12 +12,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, DistilBertConfig
 
-from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.models.folders import train_tokenizer
-from ds_trainer.recipe.recipe import parse_recipe
 from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.recipe.technique_specs import DistillSpec
-from ds_trainer.run.phase import PhasePlan
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Forward
 from ds_trainer.techniques.distill.distill import Distill
@@ -315,15 +312,3 @@ def test_the_teachers_precision_is_its_own(spec, student, teacher, tmp_path):
     torch.testing.assert_close(said.float(), whole._targets(batch).logits[0], rtol=0.05, atol=0.02)
     assert terms_of(model, half, batch)["distill.logits"].dtype == torch.float32
     assert half.bytes_held() == (whole.bytes_held()[0] // 2, 0) != (0, 0)
-
-
-def test_a_projection_is_trained_whatever_pruning_freezes(spec, student, teacher, tmp_path):
-    """Static pruning freezes all weights but its scores; the projection is distillation's own."""
-    prune = {"train_weights": False, "initial_warmup": 0, "final_warmup": 0}
-    techniques = {"prune": prune, "distill": {"teacher": teacher, "alpha_distil": 1, "alpha_cos": 1}}
-    (phase,) = parse_recipe({"phases": [{"max_steps": 1, "techniques": techniques}]}).phases
-    task = build_task(spec, student, tmp_path)
-    plan = PhasePlan(phase, phase.techniques, task, student, LENGTH, {}, Hyperparameters(1e-3), tmp_path)
-    trained = {name for name, parameter in plan.prepare().model.named_parameters() if parameter.requires_grad}
-    assert {"distill_projection.weight", "distill_projection.bias"} < trained
-    assert all(name.endswith("mask_scores") or name.startswith("distill_projection") for name in trained)

@@ -338,11 +338,10 @@ def test_an_error_inside_leaves_nothing_behind(monkeypatch):
     check_same(model(ids, mask), expected)
 
 
-@pytest.mark.parametrize("family", ["bert", "deberta-conv", "modernbert"])
-def test_a_copy_exits_by_itself(family):
+def test_a_copy_exits_by_itself():
     """As the original does, which the copy shares nothing with: neither asks the other's heads or policy."""
-    model = made(family)
-    ids, mask = texts(padding=pad_of(family))
+    model = made("bert")
+    ids, mask = texts()
     expected = model(ids, mask)
     copied = copy.deepcopy(model)
     assert not {p.data_ptr() for p in copied.parameters()} & {p.data_ptr() for p in model.parameters()}

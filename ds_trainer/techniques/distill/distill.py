@@ -48,13 +48,8 @@ class Distill(Technique):
 
     def __init__(self, spec: DistillSpec, length: PhaseLength, task: Task) -> None:
         self.spec, self.task = spec, task
-        units: dict[str, Unit] = {
-            "logits": task.logits_unit,
-            "mse": task.logits_unit,
-            "cos": "token",
-            "hidden": "token",
-        }
-        self.term_units = {f"distill.{term}": units[term] for term in spec.terms}
+        of_states: Mapping[str, Unit] = {"cos": "token", "hidden": "token"}
+        self.term_units = {f"distill.{term}": of_states.get(term, task.logits_unit) for term in spec.terms}
         self.projection: nn.Linear | None = None
         self._returned_states = False  # whether the student's config asked for its states before
         self._teacher_ids: Tensor | None = None  # of the student's tokens, where the heads differ
