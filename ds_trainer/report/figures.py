@@ -33,7 +33,6 @@ MARKERS = "osD^vP*X"
 STYLES = ("-", "--", ":", "-.")
 """Styles that show where one line lies below another."""
 _DPI = 100
-_SPEED_UPS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 _OWN_PARTS = ("train", "eval", "memory")
 """The first parts of the names in the log that are no technique's."""
 
@@ -158,10 +157,6 @@ def exit_curves(phase: str, split: str, exits: Mapping[str, Any]) -> Figure | No
     axes.plot(*heads.T, "s", label="one head for all samples", color="0.35", mec="white", zorder=3)
     point, name = _points(layers, [(chosen["mean_layers"], chosen["scores"][metric])]), exits["policy"]["criterion"]
     axes.plot(*point.T, "*", label=f"chosen: {name}", color="black", markersize=15, mec="white")
-    axes.set_xscale("log")
-    ticks = [tick for tick in _SPEED_UPS if tick <= layers]
-    axes.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
-    axes.set_xticks([], minor=True)
     dress(axes, "expected speed-up (layers / mean layers used)", metric)
     return figure
 
