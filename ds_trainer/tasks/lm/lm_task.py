@@ -76,7 +76,7 @@ class LmTask(Task):
         added = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._special = np.unique([*tokenizer.all_special_ids, *added]).astype(np.int64)
         self._ordinary = np.setdiff1d(list(tokenizer.get_vocab().values()), self._special)
-        self._cutter: Cutter | Conversations = (
+        self._sequencer: Cutter | Conversations = (
             Conversations(spec, tokenizer, source) if spec.messages_column else Cutter(spec, tokenizer, self._special)
         )
         self._masking: TokenMasking | None = None
@@ -143,7 +143,7 @@ class LmTask(Task):
         return super().counts(examples, ids) | {"label": int(labels.sum())}
 
     def source(self, split: str) -> Records[Any]:
-        read = self._cutter.tokens if isinstance(self._cutter, Conversations) else lm_text.as_text
+        read = self._sequencer.tokens if isinstance(self._sequencer, Conversations) else lm_text.as_text
         return lm_text.records(self.spec, split, read)
 
     def hashed_values(self) -> list[Any]:
@@ -154,7 +154,7 @@ class LmTask(Task):
         spec, tally, records = self.spec, Tally(), self.source(split)
         columns = {"input_ids": np.int32} | ({"labelled": np.uint8} if spec.messages_column else {})
         documents = progress((row.value for row in records.rows()), "tokenising", records.unit or records.entry)
-        whole = pack(self._cutter.sequences(documents, tally), columns)
+        whole = pack(self._sequencer.sequences(documents, tally), columns)
         kept = np.zeros(len(whole), bool)
         kept[spread(len(whole), self.limit(split))] = True
         is_kept = np.repeat(kept, whole.lengths)

@@ -101,9 +101,14 @@ class _PairForm:
         mistake = self.spec.gap_beside(len(ids), special)
         if mistake and len(context.ids) > room:
             raise UserError(f"question {quoted(question.id)}: {mistake}")
-        answer = _answer_tokens(question, context)
+        answer = None
+        if question.answers:  # the first one is to be learnt, without white space around it
+            text, start = question.answers[0]
+            start += len(text) - len(text.lstrip())
+            answer = context.covering(start, start + len(text.strip()))
         first = len(self.ids[0]) + len(ids) + len(self.ids[1])
-        for begin in window_starts(len(context.ids), room, self.spec.doc_stride):
+        # the last window holds the last token
+        for begin in range(0, max(1, len(context.ids) - room + self.spec.doc_stride), self.spec.doc_stride):
             columns = self._columns(ids, context, slice(begin, begin + room))
             length = len(columns["input_ids"])
             last = length - len(self.ids[2]) - 1
@@ -160,17 +165,3 @@ def _with_marks(text: str, spans: Array) -> Array:
             end += 1
         spans[index, 1] = end
     return spans
-
-
-def window_starts(tokens: int, room: int, doc_stride: int) -> range:
-    """Return the first token of each window of at most `room` tokens; the last window holds the last token."""
-    return range(0, max(1, tokens - room + doc_stride), doc_stride)
-
-
-def _answer_tokens(question: Question, context: Tokens) -> tuple[int, int] | None:
-    """Return the tokens of the first answer, which is the one to learn, without white space around it."""
-    if not question.answers:
-        return None
-    text, start = question.answers[0]
-    start += len(text) - len(text.lstrip())
-    return context.covering(start, start + len(text.strip()))
