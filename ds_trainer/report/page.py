@@ -31,7 +31,7 @@ from ds_trainer.report.results import (
     peak_memory,
     read_run,
     side_by_side,
-    timed_phases,
+    timed_models,
     verdict,
 )
 
@@ -163,10 +163,10 @@ def _score_by_cost(run: RunFiles) -> Figure | None:
     for name, each in alike.items():
         counted = encoder_weights(each)
         models[name] = each["eval"][metric], {"encoder weights kept": counted[0]} if counted else {}
-    for timed in timed_phases(alike):
-        batch, ms = list(timed.ms.items())[-1]
-        if timed.score is not None:
-            models.setdefault(timed.name, (timed.score, {}))[1][f"milliseconds, {batch}"] = ms
+    for name, (score, ms) in timed_models(alike).items():
+        batch = list(ms)[-1]
+        if score is not None:
+            models.setdefault(name, (score, {}))[1][f"milliseconds, {batch}"] = ms[batch]
     return figures.score_by_cost(metric, models)
 
 

@@ -160,40 +160,33 @@ def results_table(results: Mapping[str, Any]) -> str:
     return "\n\n".join([aligned(rows), *filter(None, ["\n".join(verdict(results))])])
 
 
-@dataclass(frozen=True)
-class TimedPhase:
-    """A phase's model, run to its end or leaving early, with its score and the median milliseconds by batch size."""
+def timed_models(results: Mapping[str, Any]) -> dict[str, tuple[float | None, dict[str, float]]]:
+    """Return score and median milliseconds of the models that were timed, the one to compare with first.
 
-    name: str
-    score: float | None
-    ms: Mapping[str, float]
-    """By "batch 1", "batch 32"."""
-
-
-def timed_phases(results: Mapping[str, Any]) -> list[TimedPhase]:
-    """Return the models that were timed, the one that the others are compared with first."""
-    timed, metric = [], main_metric(results)
+    A model is named by its phase, and once more where it leaves early. Milliseconds are by "batch 1", "batch 32".
+    """
+    timed: dict[str, tuple[float | None, dict[str, float]]] = {}
     for phase, result in results.items():
         for key, prefix, words in _WAYS:
             ms = {batch.replace("_", " "): times["median_ms"] for batch, times in (result.get(key) or {}).items()}
-            score = result.get("eval", {}).get(f"{prefix}{metric}")
+            score = result.get("eval", {}).get(f"{prefix}{main_metric(results)}")
             if ms:
                 finite = score is not None and math.isfinite(score)
-                timed.append(TimedPhase(f"{phase}, leaving early" if words else phase, score if finite else None, ms))
+                timed[f"{phase}, leaving early" if words else phase] = score if finite else None, ms
     return timed
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
     """Say in a sentence for each timed model how fast it is and how well it scores beside the first one."""
-    metric, timed, sentences = main_metric(results), timed_phases(results), []
-    for model in timed[1:]:
-        base, beside = timed[0], f" as fast as {timed[0].name}"
-        parts: list[str] = []
-        for batch in filter(base.ms.get, model.ms):
-            parts.append(f"{base.ms[batch] / model.ms[batch]:.1f} times{'' if parts else beside} at {batch}")
-        if metric and model.score is not None and base.score is not None:
-            parts.append(_difference(metric, base.score, model.score))
-        sentences.append(f"{model.name}: {', '.join(parts)}.")
+    metric, timed, sentences = main_metric(results), timed_models(results), []
+    base, (base_score, base_ms) = next(iter(timed.items()), ("", (None, {})))
+    for name, (score, ms) in list(timed.items())[1:]:
+        batches = [batch for batch in ms if batch in base_ms]
+        parts = [f"{base_ms[batch] / ms[batch]:.1f} times at {batch}" for batch in batches]
+        parts[:1] = [part.replace(" at ", f" as fast as {base} at ", 1) for part in parts[:1]]
+        if metric and score is not None and base_score is not None:
+            parts.append(_difference(metric, base_score, score))
+        sentences.append(f"{name}: {', '.join(parts)}.")
     return sentences
 
 
