@@ -14,19 +14,21 @@ import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 import torch.nn.functional as F
 from figures import ROOT, SHARED, Figure, bert_shape, is_quick, ratio, report, use_threads
 
 from ds_trainer.engine import engine
+from ds_trainer.engine.engine import as_torch
 from ds_trainer.engine.engine_file import read_engine_file
 from ds_trainer.engine.numerics import StepWatch
-from ds_trainer.engine.optim import build_optimizer
 from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.ranks import distributed
@@ -89,7 +91,7 @@ class BareLoop:
 
     def __init__(self, plan: PhasePlan) -> None:
         model, groups, _ = plan.prepare()
-        optimizer = build_optimizer(groups, plan.base)
+        optimizer = torch.optim.AdamW(as_torch(groups, plan.base), **asdict(plan.base), fused=True)
         self.engine: Any
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(plan.engine_config))
         self.engine.train()

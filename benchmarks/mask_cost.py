@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from figures import Figure, bert_shape, ratio, report, use_threads
 
 from ds_trainer.engine import engine
-from ds_trainer.engine.optim import Hyperparameters, parameter_groups
+from ds_trainer.engine.engine import parameter_groups
+from ds_trainer.engine.engine_file import Hyperparameters
 from ds_trainer.ranks import distributed
 from ds_trainer.recipe.technique_specs import PruneSpec
 from ds_trainer.techniques.prune.prune import Prune

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.engine import keys
-from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.files.messages import shown
 from ds_trainer.files.reading import read_json
 from ds_trainer.recipe.recipe import Phase
@@ -27,6 +26,16 @@ DEFAULTS = {
     "optimizer.params.eps": 1e-8,
 }
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The hyperparameters of AdamW under torch's names, as resolved from the engine file and the recipe."""
+
+    lr: float
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
 
 
 @dataclass(frozen=True)

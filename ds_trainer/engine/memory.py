@@ -23,7 +23,7 @@ from ds_trainer.ranks.joining import out_of_memory_named
 if TYPE_CHECKING:  # the arithmetic is done where torch is not loaded
     from torch import nn
 
-    from ds_trainer.engine.optim import Group
+    from ds_trainer.engine.engine import Group
 
 TRAIN_FIELD, EVAL_FIELD = "per_device_train_batch_size", "per_device_eval_batch_size"
 FP32, FP64 = 4, 8

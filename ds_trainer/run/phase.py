@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ds_trainer.engine.checkpoint import PARAMETER_GROUPS, TRAINING_DATA, Best, Checkpoint, Checkpoints, check_fits
-from ds_trainer.engine.engine_file import resolve_engine_file, settled_numbers, settled_schedule
+from ds_trainer.engine.engine import Group, parameter_groups
+from ds_trainer.engine.engine_file import Hyperparameters, resolve_engine_file, settled_numbers, settled_schedule
 from ds_trainer.engine.keys import precision_of
-from ds_trainer.engine.optim import Group, Hyperparameters, parameter_groups
 from ds_trainer.files.redaction import redacted
 from ds_trainer.models.layers import set_dropout, set_recomputing
 from ds_trainer.models.shrink import check_known

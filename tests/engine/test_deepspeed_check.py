@@ -122,8 +122,8 @@ def main(cases: list[list], out: Path) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import torch_autocast
 
-    from ds_trainer.engine.engine import check_with_deepspeed, start_engine
-    from ds_trainer.engine.optim import Hyperparameters, parameter_groups
+    from ds_trainer.engine.engine import check_with_deepspeed, parameter_groups, start_engine
+    from ds_trainer.engine.engine_file import Hyperparameters
     from ds_trainer.ranks import distributed
     from ds_trainer.ranks.failures import UserError
 

@@ -11,6 +11,7 @@ from ds_trainer.engine.engine_file import (
     MICRO,
     STEPS,
     TRAIN,
+    Hyperparameters,
     check_engine_file,
     read_engine_file,
     resolve_engine_file,
@@ -18,7 +19,6 @@ from ds_trainer.engine.engine_file import (
     settled_schedule,
 )
 from ds_trainer.engine.keys import key_table
-from ds_trainer.engine.optim import Hyperparameters
 from ds_trainer.recipe.recipe import Phase
 
 ROOT = Path(__file__).parents[2]

@@ -138,7 +138,8 @@ def counted(config: dict, vocabulary: int) -> tuple[int, int]:
     from transformers import BertConfig, BertForSequenceClassification
 
     from ds_trainer.engine import engine
-    from ds_trainer.engine.optim import Hyperparameters, parameter_groups
+    from ds_trainer.engine.engine import parameter_groups
+    from ds_trainer.engine.engine_file import Hyperparameters
 
     base = Hyperparameters(1e-4)
     shape = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 256}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
+from ds_trainer.engine.engine import as_torch, parameter_groups
+from ds_trainer.engine.engine_file import Hyperparameters
 from ds_trainer.recipe.recipe import GroupRule
 from ds_trainer.run.objective import Objective
 from ds_trainer.tasks.task import Forward

@@ -30,7 +30,7 @@ from transformers import (
 
 from ds_trainer.cli.plugins import load_plugin
 from ds_trainer.engine import engine
-from ds_trainer.engine.optim import Hyperparameters
+from ds_trainer.engine.engine_file import Hyperparameters
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.layers import whole_state_dict
 from ds_trainer.ranks import distributed

@@ -11,7 +11,7 @@ import torch
 from support.exit_models import randomise
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
-from ds_trainer.engine.optim import Hyperparameters
+from ds_trainer.engine.engine_file import Hyperparameters
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.recipe.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.recipe.recipe import parse_recipe

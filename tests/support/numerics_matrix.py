@@ -15,8 +15,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_trainer.engine import engine
+from ds_trainer.engine.engine import parameter_groups
+from ds_trainer.engine.engine_file import Hyperparameters
 from ds_trainer.engine.numerics import StepWatch
-from ds_trainer.engine.optim import Hyperparameters, parameter_groups
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError
 

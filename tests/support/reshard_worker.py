@@ -19,7 +19,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_trainer.engine import engine, reshard
-from ds_trainer.engine.optim import Group, Hyperparameters
+from ds_trainer.engine.engine import Group
+from ds_trainer.engine.engine_file import Hyperparameters
 from ds_trainer.ranks import distributed
 
 MICRO, BATCH, SAVED_AT, STEPS = 2, 8, 3, 5

@@ -25,7 +25,8 @@ from ds_trainer.cli.train import read_train_job
 from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine import engine
 from ds_trainer.engine.checkpoint import Checkpoints
-from ds_trainer.engine.optim import Hyperparameters, parameter_groups
+from ds_trainer.engine.engine import parameter_groups
+from ds_trainer.engine.engine_file import Hyperparameters
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError
 from ds_trainer.recipe.jobs import TrainJob

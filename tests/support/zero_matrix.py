@@ -23,7 +23,8 @@ from support.zeroed import empty
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig
 
 from ds_trainer.engine import engine
-from ds_trainer.engine.optim import Hyperparameters, as_torch, parameter_groups
+from ds_trainer.engine.engine import as_torch, parameter_groups
+from ds_trainer.engine.engine_file import Hyperparameters
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.layers import set_recomputing
 from ds_trainer.models.pretrained import CLASSIFIER
