@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -48,36 +49,23 @@ def mistakes_of(command: dict, *more: str) -> str:
     return str(caught.value)
 
 
-def test_a_good_command_is_taken(command):
-    """The fixture is good, so that each spoilt one fails for its own reason."""
-    job = read_train_job(arguments_of(command, "--seed", "7", "--set", "phases.*.max_steps=3"))
-    assert job.recipe.seed == 7
-    assert [phase.max_steps for phase in job.recipe.phases] == [3, 3]
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
         ({"--recipe": "/nowhere.json"}, ["the recipe /nowhere.json does not exist"]),
-        ({"--recipe": ""}, ["the recipe is missing: give --recipe"]),
         ({"--deepspeed_config": "ds_configs"}, ["the engine file ds_configs is a folder"]),
         ({"--model_name_or_path": "/nowhere/model"}, ["/nowhere/model does not exist"]),
-        ({"--model_name_or_path": "/" + "x" * 5000}, ["x does not exist"]),
         ({"--model_name_or_path": "ds_configs"}, ["no config.json"]),
-        ({"--data_dir": "/nowhere"}, ["/nowhere"]),
         ({"--task_name": "sst3"}, ["sst3", "sst2"]),
         ({"--output_dir": "README.md/x"}, ["README.md is a file"]),
         ({"--output_dir": "ds_configs"}, ["not empty", "--overwrite_output_dir"]),
         ({"--seed": "x"}, ["--seed", "invalid int", "usage:"]),
-        ({"--output_dri": "x"}, ["--output_dri", "usage:"]),
         ({"--world": "4"}, ["--world is for --dry_run"]),
         ({"--set": "phases.nope.max_steps=3"}, ['no "nope"', "finetune", "prune"]),
         ({"--set": "phases.prune.max_step=3"}, ["phases.1.max_step", '"max_steps"']),
-        ({"--set": "nonsense"}, ["PATH=JSON"]),
         ({"--set": "phasse.0.max_steps=3"}, ["neither the recipe nor the engine file", "did you mean phases?"]),
         ({"--set": "zero_optimisation.stage=3"}, ["did you mean zero_optimization?"]),
         ({"--set": "max_steps=3"}, ["did you mean phases.*.max_steps?"]),
-        ({"--set": ".".join(["model"] * 5000) + "=3"}, ["write PATH=JSON"]),
         ({"--set": "zero_optimization.stag=3"}, ["zero_optimization.stag ", "stage?"]),
         ({"--set": "train_batch_size=7"}, ["train_batch_size", "7", "16"]),
     ],
@@ -101,15 +89,6 @@ def test_shipped_files_are_found_by_name(command, monkeypatch, tmp_path):
     assert "nor a name in ds_configs: autocast, bf16, " in mistakes_of(command | {"--deepspeed_config": "mine"})
     scored = read_evaluate_job([str(ROOT / "tests/fixtures/version_0_1/run/model"), "--recipe", "quickstart"])
     assert scored.task.name == "docstrings"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[1]", '{"a": 1, "a": 2}', '{"a": ', "{'phases': NaN}", '{"a": %s}' % ("9" * 5000)]
-)
-def test_broken_files_are_told_by_name(command, write_json, text):
-    """Broken JSON in either file names that file."""
-    for flag, role in (("--recipe", "the recipe"), ("--deepspeed_config", "the engine file")):
-        assert role in mistakes_of(command | {flag: write_json("broken.json", text)})
 
 
 def test_mistakes_of_both_files_and_the_flags_come_together(command, tiny_recipe, write_json):
@@ -142,26 +121,17 @@ def test_the_command_fails_in_three_seconds_with_2_and_writes_nothing(command, w
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("spoilt", ["data", "pattern", "scheduler"])
-def test_mistakes_found_only_with_the_data_still_end_with_2(command, spoilt, write_json, tmp_path, csv_folder):
-    """A broken line deep in a data file, a pattern that no layer matches, a schedule of one rate for two groups."""
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "validation.csv").write_text((csv_folder / "validation.csv").read_text())
-    (broken / "train.csv").write_text("text,kind\na pear,fruit\nan owl,bird\na saw\n")
+def test_mistakes_found_only_with_the_data_still_end_with_2(command, tmp_path, csv_folder):
+    """A broken line deep in a data file, and a pattern that no layer matches."""
+    shutil.copy(csv_folder / "validation.csv", tmp_path)
+    (tmp_path / "train.csv").write_text("text,kind\na pear,fruit\nan owl,bird\na saw\n")
     pattern = 'phases.finetune.techniques.prune={"modules":["*.quary"],"initial_warmup":0,"final_warmup":0}'
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2}}
-    more, words = {
-        "data": (["--data_dir", str(broken)], ["train.csv", "line 4"]),
-        "pattern": (["--set", pattern], ['"*.quary" matches no linear layer']),
-        "scheduler": (["--dry_run"], ["scheduler.type WarmupLR", "lr_scheduler_type"]),
-    }[spoilt]
-    if spoilt == "scheduler":
-        command |= {"--deepspeed_config": write_json("engine.json", {"scheduler": scheduler})}
-    done = run_script("launch/train.py", *arguments_of(command, *more))
-    assert done.returncode == 2, done.stderr
-    assert [word for word in [*words, "error: "] if word not in done.stderr] == []
-    assert "Traceback" not in done.stderr
+    cases = [(["--data_dir", str(tmp_path)], r"error: .*train.csv.* line 4"), (["--set", pattern], "matches no linear")]
+    for more, message in cases:
+        done = run_script("launch/train.py", *arguments_of(command, *more))
+        assert done.returncode == 2, done.stderr
+        assert re.search(message, done.stderr)
+        assert "Traceback" not in done.stderr
 
 
 def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
@@ -174,7 +144,6 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
     assert done.returncode == 0, done.stderr
     whole = json.loads(done.stdout)
     finetune, prune = whole["phases"]
-    assert whole["recipe"]["seed"] == 42
     assert finetune["time"]["seconds"] > 0
     assert finetune["time"]["examples"] <= finetune["time"]["micro_batch"] == 4
     table = run_script("launch/train.py", *arguments_of(command, "--dry_run")).stdout.splitlines()
@@ -182,7 +151,6 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
     assert [line.split()[:2] for line in table[1:3]] == [["finetune", "60"], ["prune", "12"]]
     assert "finetune is measured by forwards and backwards of 3 micro-batches" in table[5]
     assert finetune["steps"] == {"total": 60, "warmup": 0}
-    assert finetune["engine_file"]["train_batch_size"] == 16
     assert "auto" not in json.dumps(prune["engine_file"])
     scores = next(group for group in prune["parameter_groups"] if group["name"] == "*.mask_scores")
     counts = {"name": "*.mask_scores", "parameters": 2 * (4 * 32 * 32 + 2 * 32 * 64)}
@@ -193,27 +161,16 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--output_file", "{folder}"], "--output_file is {folder}: "),
-        (["--output_file", "{folder}/file/x.json"], "--output_file is {folder}/file/x.json: {folder}/file is not"),
-        (["--output_file", "/dev/stdout", "--predictions_dir", "{folder}/new/below"], ""),
-        (["--predictions_dir", "{folder}/file"], "--predictions_dir is {folder}/file: "),
-        (["--predictions_dir", "{folder}/file/x"], "--predictions_dir is {folder}/file/x: {folder}/file is not"),
-        (["--output_file", "/proc/1/x", "--predictions_dir", "{folder}"], "--output_file is /proc/1/x: /proc/1 is"),
-    ],
-)
-def test_places_that_cannot_be_written_are_told_before_anything_is_scored(flags, told, tmp_path, monkeypatch):
+def test_places_that_cannot_be_written_are_told_before_anything_is_scored(tmp_path, monkeypatch):
     """A folder for a file, a file for a folder, no permission; a folder that is not there yet will be made."""
     (tmp_path / "file").write_text("")
     # not by permissions: the superuser needs none
     monkeypatch.setattr("ds_trainer.cli.evaluate.os.access", lambda path, _: Path(path) != Path("/proc/1"))
-    words = [flag.format(folder=tmp_path) for flag in flags]
-    with pytest.raises(ValueError) as caught:
-        read_evaluate_job([str(tmp_path / "none"), "--task_name", "docstrings", *words])
-    lines = [line for line in str(caught.value).splitlines() if line.startswith("--")]
-    assert [line.startswith(told.format(folder=tmp_path)) for line in lines] == [True] * bool(told)
+    cases = {("output_file", "."), ("output_file", "file/x"), ("predictions_dir", "file"), ("output_file", "/proc/1/x")}
+    for flag, place in cases | {("output_file", "/dev/stdout"), ("predictions_dir", "new/below")}:
+        with pytest.raises(ValueError) as caught:
+            read_evaluate_job([str(tmp_path / "none"), "--task_name", "docstrings", f"--{flag}", str(tmp_path / place)])
+        assert (f"--{flag} is {tmp_path / place}: " in str(caught.value)) == ((flag, place) in cases)
 
 
 def test_calibration_does_not_begin_where_it_cannot_write(tmp_path, monkeypatch):
@@ -273,20 +230,13 @@ def test_a_permission_that_is_missing_is_one_line(capsys):
     assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/models/exits.json'\n"
 
 
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("a.b=1", {"a": {"b": 1, "c": 2}}),
-        ("a.d=[1, 2]", {"a": {"c": 2, "d": [1, 2]}}),
-        ("x.y.z=word", {"a": {"c": 2}, "x": {"y": {"z": "word"}}}),
-        ('a={"e": null}', {"a": {"e": None}}),
-    ],
-)
-def test_settings_change_one_field(setting, expected):
+def test_settings_change_one_field():
     """--set reaches any depth, makes what is missing, and takes bare words as text."""
-    target = {"a": {"c": 2}}
-    assign(target, *parse_setting(setting), source="test")
-    assert target == expected
+    target = {"a": {"c": 2}, "f": [{"name": "x"}, {"name": "y"}]}
+    for setting in ("a.b=1", "a.d=[1, 2]", "x.y.z=word", "e=null", "f.y.g=1", "f.*.h=2"):
+        assign(target, *parse_setting(setting), source="test")
+    assert target.pop("f") == [{"name": "x", "h": 2}, {"name": "y", "g": 1, "h": 2}]
+    assert target == {"a": {"c": 2, "b": 1, "d": [1, 2]}, "x": {"y": {"z": "word"}}, "e": None}
 
 
 def test_a_field_of_the_task_has_one_name_for_training_and_evaluation(command, tmp_path):
@@ -302,13 +252,12 @@ def test_a_field_of_the_task_has_one_name_for_training_and_evaluation(command, t
     assert "did you mean task.metrics?" in mistakes_of(command, "--set", 'metrics=["f1"]')
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_says_its_version(name, capsys):
+def test_every_command_says_its_version(capsys):
     """On standard output, whatever else it needs."""
-    run = getattr(module_of(name), f"{name}_command")
-    with pytest.raises(SystemExit) as caught:
-        run_command(run, ["--version"])
-    assert (caught.value.code, capsys.readouterr().out) == (0, f"ds_trainer {ds_trainer.__version__}\n")
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as caught:
+            run_command(getattr(module_of(name), f"{name}_command"), ["--version"])
+        assert (caught.value.code, capsys.readouterr().out) == (0, f"ds_trainer {ds_trainer.__version__}\n")
 
 
 def test_a_python_without_the_packages_is_told_what_to_activate():

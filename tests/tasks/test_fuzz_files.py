@@ -12,8 +12,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -109,24 +107,6 @@ def test_files_of_every_task(data: st.DataObject, case: tuple[str, str], regress
     assert refused(spec) == ""
     put(path, data.draw(spoilt | NOISY, "file"))
     refused(spec, str(path))
-
-
-COLUMNS = [["a", "b", None], [1, 0, 2], [1.5, math.nan, math.inf], [[1], [], None], [{"a": 1}, {"a": None}, None]]
-COLUMNS += [[b"\xff", b"", None], [True, False, None], [None, None, None]]
-ARRAYS = [*map(pyarrow.array, COLUMNS), pyarrow.array(["a", "b", "a"]).dictionary_encode()]
-ARRAYS += [pyarrow.array([2**62, -(2**62), 0], pyarrow.timestamp("ns", "Nowhere/Land"))]
-ARRAYS += [pyarrow.array([2**31 - 1, -(2**31), 0], pyarrow.date32())]
-
-
-@fuzzed(30)
-@given(data=st.data(), columns=st.tuples(*[st.sampled_from(ARRAYS)] * 2), regression=st.booleans())
-def test_parquet_files(data: st.DataObject, columns: Any, regression: bool, folder: Path) -> None:
-    """Columns of every type, and bytes changed anywhere."""
-    path = folder / "user.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, ["text", "kind"]), path)
-    if data.draw(st.booleans(), "bytes"):
-        path.write_bytes(data.draw(spoilt_bytes(path.read_bytes())))
-    refused(task(folder, "text", path.name, **TABLE, regression=regression), str(path))
 
 
 ODD_TEXTS = ["\u0000", "\u200b", "\u202e", "\ufeff", "\u0301", "👩🏽", "[SEP]", "[MASK]", "İ", "ﬁ", "x" * 3000, " "]
