@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 _NEEDED = ("torch", "deepspeed", "transformers", "pydantic", "hjson")
-_SHARED = {"calibrate": "evaluate", "benchmark": "export"}
+_SHARED = {"calibrate": "evaluate", "benchmark": "export", "report": "train"}
 """The commands whose module is named after another one."""
 
 

@@ -33,29 +33,22 @@ def facts(request: dict) -> dict:
             with open(path, "rb") as file:
                 digest.update(os.path.relpath(path, top).encode() + b"\0" + file.read() + b"\0")
     versions = {"python": platform.python_version(), **{name: installed.get(name) for name in PACKAGES}}
+    name, own_address, addresses = socket.gethostname(), "", []
+    with contextlib.suppress(OSError):  # gloo listens at the IPv4 address of the host's own name
+        own_address = socket.gethostbyname(name)
+    # DeepSpeed makes the ranks meet at the first address that `hostname -I` prints on the first host
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=10, check=True)
+        addresses = found.stdout.split()
     return {
         "versions": {**versions, top: digest.hexdigest()[:12] if os.path.isdir(top) else None},
         "tools": {tool: shutil.which(tool) for tool in ("ninja", "c++")},
-        "name": socket.gethostname(),
-        "own_address": own_address(),
-        "addresses": first_addresses(),
+        "name": name,
+        "own_address": own_address,
+        "addresses": addresses,
         "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
         "sees_output": sees_token(*request["token"]) if request.get("token") else True,
     }
-
-
-def own_address() -> str:
-    """Return the IPv4 address of this host's own name, at which gloo listens, or nothing."""
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return ""
-
-
-def first_addresses() -> list:
-    """Return what `hostname -I` prints: DeepSpeed makes the ranks meet at the first address of the first host."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=10, check=True).stdout.split()
-    return []
 
 
 def sees_token(path: str, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""`launch/train.py`: train a recipe on DeepSpeed."""
+"""`launch/train.py`: train a recipe on DeepSpeed; and `launch/report.py`: make the report of a run again."""
 
 import argparse
 import contextlib
@@ -171,6 +171,16 @@ def source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
         mistakes.append("no model: give --model_name_or_path, or model.config in the recipe for a new one")
     folders = [recipe.model.name_or_path, *(name for phase in recipe.phases for name in phase.sources.values())]
     return mistakes + [mistake for folder in folders if folder for mistake in model_mistakes(folder, trust)]
+
+
+def report_command(arguments: Sequence[str]) -> None:
+    """Make the report of an output folder again."""
+    parser = Parser("report", "Make a run's report again.")
+    parser.add_argument("output_dir", type=Path, help="the output folder of a run")
+    folder = parser.parse_args(list(arguments)).output_dir
+    from ds_trainer.report.page import make_report
+
+    make_report(folder)
 
 
 def _as_given(arguments: Sequence[str], given: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, check_engine_file, resolve_engine_file, settled_numbers
 from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory
+from ds_trainer.files.messages import shown
 from ds_trainer.files.reading import content_hash, folder_hash, free_memory, read_value
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.writing import write_json
@@ -174,13 +175,8 @@ def combinations(job: TuneJob, machine: Machine) -> Iterator[Settings]:
 
 def label(settings: Settings) -> str:
     """Name a candidate in a few words."""
-    parts = [f"{settings[RANKS]} rank{'s' * (settings[RANKS] > 1)}"]
-    for path, value in settings.items():
-        if path not in (RANKS, TRAIN, STEPS):
-            words = "/".join(map(str, value.values())) if isinstance(value, dict) else value
-            text = f"{words:.4g}" if isinstance(words, float) else str(words)
-            parts.append(f"{path.removeprefix('phases.').removeprefix('zero_optimization.')} {text}")
-    return ", ".join(parts if len(settings) > 1 else [*parts, "the user's own files"])
+    parts = [f"{path} {shown(value)}" for path, value in settings.items() if path not in (TRAIN, STEPS)]
+    return ", ".join(parts if len(parts) > 1 else [*parts, "the user's own files"])
 
 
 def contents_of(value: Any) -> Iterator[str]:

@@ -13,7 +13,7 @@ from PIL import Image
 from support.report_runs import FIGURES, write_run
 
 from ds_trainer.cli.command import run_command
-from ds_trainer.cli.report import report_command
+from ds_trainer.cli.train import report_command
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.ranks import distributed
 from ds_trainer.report import figures

@@ -20,7 +20,7 @@ from support.official_files import OFFICIAL
 from support.report_runs import write_run
 from transformers import BertConfig, BertModel
 
-from ds_trainer.cli.report import report_command
+from ds_trainer.cli.train import report_command
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.recipe.recipe import parse_task
