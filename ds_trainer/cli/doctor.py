@@ -145,10 +145,10 @@ def examine(flags: argparse.Namespace, hosts: dict[str, int]) -> list[Row]:
         replies = [reply.result().get("error") for reply in meeting]
     taken = "give another --master_port to deepspeed, or end the process that has it"
     closed = f"open all TCP ports between the hosts; is {address} an address that all reach? If not: --master_addr"
-    for host, fault in zip(names, replies, strict=True):
+    for host, error in zip(names, replies, strict=True):
         cure = taken if host == names[0] else closed
         is_well = f"{address}:{flags.master_port} is reached"
-        rows.append(_row("master port", host, fault, cure) if fault else _row("master port", host, is_well))
+        rows.append(_row("master port", host, error, cure) if error else _row("master port", host, is_well))
     return rows
 
 
