@@ -252,19 +252,6 @@ def test_if_nobody_leaves_it_is_the_plain_model(family):
     assert {len(states) for states in inside.hidden_states} == {len(ids)}
 
 
-def test_what_a_model_does_to_its_inputs_is_done():
-    """A Longformer's classifier has the first token attend globally, and pads to its window: exits change neither."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("longformer", num_labels=3, pad_token_id=0, attention_window=8, **SMALL)
-    plain = randomise(AutoModelForSequenceClassification.from_config(config), 0.25).eval()
-    ids, mask = texts()
-    with torch.no_grad():
-        expected = plain(input_ids=ids, attention_mask=mask).logits
-    model = early_exit(plain, NEVER)
-    torch.testing.assert_close(model(ids, mask).logits, expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(model.all_logits(ids, mask)[-1], expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("family", chosen(FAMILIES, lambda family: family in ("bert", "deberta-conv", "modernbert")))
 def test_no_size_of_a_batch_is_taken_for_another(family):
     """As many texts as there are tokens, hidden units, positions or relative positions: as one by one all the same."""

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import shutil
 from dataclasses import asdict
 
@@ -11,12 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exit_folders import CLASSES, ENTROPY, WORDS, exiting, make_folder, run_early, spec_of
+from support.exit_folders import CLASSES, ENTROPY, exiting, run_early, spec_of
 from support.launching import exhaustive
 from torch import Tensor
 
 from ds_trainer.recipe.exit_specs import Criterion, ExitPolicy, ExitsSpec
-from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits import exit_evaluation
 from ds_trainer.techniques.exits.early_exit import (
@@ -227,7 +225,7 @@ def test_what_is_computed_from_all_heads_is_what_the_model_does(kind, request):
 def test_the_result_is_json_of_the_agreed_form(task, classifier):
     """Counts add up to the examples; saving and speed-up follow from the mean layers. Every head is scored by itself,
     the last as the plain model; its classes are not taken for the task's, whose order is another."""
-    _, results = evaluate_exits(classifier, task, 8)
+    scores, results = evaluate_exits(classifier, task, 8)
     assert json.loads(json.dumps(results, allow_nan=False)) == results
     assert (results["layers"], results["num_layers"], results["calibration"]) == ([1, 2, 3, 4], 4, None)
     assert ExitPolicy(**results["policy"]) == ENTROPY
@@ -237,6 +235,10 @@ def test_the_result_is_json_of_the_agreed_form(task, classifier):
     mean = sum(int(layer) * count for layer, count in early["exit_counts"].items()) / 61
     expected = {"mean_layers": mean, "expected_saving": mean / 4, "expected_speedup": 4 / mean}
     assert {name: early[name] for name in expected} == pytest.approx(expected)
+    added = early["scores"] | {name: early[name] for name in ("mean_layers", "expected_saving")}
+    added |= {f"leave_at_{layer}": count for layer, count in early["exit_counts"].items()}
+    of_heads = {f"exit_{n}/{name}": value for n in "123" for name, value in heads[n].items()}
+    assert scores == of_heads | {f"early_exit/{name}": value for name, value in added.items()}
     batch = task.collate(task.examples("validation"), range(61))
     assert task.label_names == tuple(CLASSES) != tuple(sorted(CLASSES))
     model = exiting(task, classifier)
@@ -245,27 +247,6 @@ def test_the_result_is_json_of_the_agreed_form(task, classifier):
     with torch.no_grad():
         answers = task.answers(model.model(**batch.inputs), batch)
     assert heads["4"] == pytest.approx(task.score("validation", answers), abs=1e-4)
-
-
-def test_both_evaluation_splits_of_mnli_are_evaluated(tmp_path, cache):
-    """Matched and mismatched, each on its own examples; the scores of the second carry its name."""
-    labels, rng = ["entailment", "neutral", "contradiction"], random.Random(2)
-    (tmp_path / "MNLI").mkdir()
-    for file, count in (("train", 12), ("dev_matched", 9), ("dev_mismatched", 14)):
-        rows = [f"{' '.join(rng.choices(WORDS, k=4))}\t{rng.choice(WORDS)}\t{rng.choice(labels)}" for _ in range(count)]
-        text = "\n".join(["sentence1\tsentence2\tgold_label", *rows]) + "\n"
-        (tmp_path / "MNLI" / f"{file}.tsv").write_text(text)
-    folder = make_folder(tmp_path / "model", labels, ENTROPY)
-    task = build_task(TextSpec(name="mnli", data_dir=str(tmp_path)), folder, cache)
-    flat, results = evaluate_exits(folder, task, 8)
-    first, second = results["splits"].values()
-    assert [sum(of["early_exit"]["exit_counts"].values()) for of in (first, second)] == [9, 14]
-    names = ["accuracy", "mean_layers", "expected_saving", *(f"leave_at_{layer}" for layer in results["layers"])]
-    expected = {f"early_exit/{name}" for name in names} | {f"exit_{layer}/accuracy" for layer in (1, 2, 3)}
-    assert set(flat) == expected | {f"validation_mismatched/{name}" for name in expected}
-    assert flat["exit_1/accuracy"] == first["heads"]["1"]["accuracy"]
-    assert flat["validation_mismatched/early_exit/leave_at_1"] == second["early_exit"]["exit_counts"]["1"]
-    assert flat["validation_mismatched/early_exit/accuracy"] == second["early_exit"]["scores"]["accuracy"]
 
 
 @pytest.mark.parametrize(

@@ -244,11 +244,11 @@ def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, pa
     merged = {id: values for part in distributed.gather(by_example) for id, values in part.items()}
     if not distributed.is_main():
         return None
-    doubts, answers = zip(*(merged[id] for id in range(len(merged))), strict=True)
-    by_criterion = torch.tensor(doubts, dtype=torch.float64).permute(1, 2, 0)
+    of_examples = [merged[id] for id in range(len(merged))]
+    by_criterion = torch.tensor([one for one, _ in of_examples], dtype=torch.float64).permute(1, 2, 0)
     return AllHeads(
         doubts=dict(zip(criteria, by_criterion, strict=True)),
-        answers=[dict(enumerate(of_head)) for of_head in zip(*answers, strict=True)],
+        answers=[dict(enumerate(of_head)) for of_head in zip(*(given for _, given in of_examples), strict=True)],
         layers=model.layers,
         score=partial(task.score, split),
         regression=model.regression,
