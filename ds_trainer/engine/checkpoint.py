@@ -110,11 +110,8 @@ class Checkpoints:
             _write(engine, {"step": step, **position, **engine_is}, aside, target)
         except OSError as error:  # a full disk, say, which must not end the run: every rank or none comes here
             distributed.on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
-            newest = distributed.on_main(lambda: [path.name for path in self.all()][-1:])
-            distributed.warn(
-                f"{target} could not be written: {error.strerror or error}. Training goes on; free some space, or "
-                f"lower save_total_limit. The newest checkpoint is {newest[0] if newest else 'none yet'}"
-            )
+            way_out = "Training goes on; free some space, or lower save_total_limit"
+            distributed.warn(f"{target} could not be written: {error.strerror or error}. {way_out}")
             return False
         self.drop_passing(but=target)  # not before: until the new one is whole, a passing one may be the only one
         return True
@@ -282,14 +279,9 @@ def _read(path: Path) -> tuple[Checkpoint | None, checkpoint_files.Sums, str | N
     """Return a checkpoint and its files, or the error in its marker."""
     try:
         sums, position = read_marker(path)
-        return Checkpoint(path, **position), sums, None
-    except TypeError as error:  # it is whole: to rename it as damaged would put its progress aside
-        raise UserError(
-            f"{path / MARKER} has other fields than this version of the library writes: go on with the version that "
-            f"wrote it, or start again with --overwrite_output_dir"
-        ) from error
     except ValueError as error:
         return None, {}, str(error)
+    return Checkpoint(path, **position), sums, None
 
 
 def _verified(path: Path) -> tuple[Checkpoint | None, str | None]:

@@ -315,7 +315,9 @@ def check_with_deepspeed(config: Mapping[str, Any], base: Hyperparameters, rates
         Group(str(index), rate, base.weight_decay, dict(layer.named_parameters()))
         for index, (rate, layer) in enumerate(zip(rates, layers, strict=True))
     ]
-    plain = without_monitors(config)
+    # without what would write to a server or a log, or print
+    traces = {*_MONITORS, "csv_monitor", "comms_logger", "flops_profiler"}
+    plain = copy.deepcopy({key: value for key, value in config.items() if key not in traces})
     plain[TRAIN] = config[MICRO] * config[STEPS] * distributed.world_size()  # a dry run may be for other ranks
     for part in ("offload_optimizer", "offload_param"):
         if value_at(plain, f"zero_optimization.{part}.device") == "nvme":
@@ -347,9 +349,3 @@ def check_with_deepspeed(config: Mapping[str, Any], base: Hyperparameters, rates
         raise UserError(f"DeepSpeed refuses the engine file (--deepspeed_config): {reason}") from error
     finally:
         logging.disable(level_before)
-
-
-def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the file without what would write to a server or a log, or print."""
-    traces = {*_MONITORS, "csv_monitor", "comms_logger", "flops_profiler"}
-    return copy.deepcopy({key: value for key, value in config.items() if key not in traces})

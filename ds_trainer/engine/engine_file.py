@@ -16,7 +16,7 @@ from ds_trainer.engine import keys
 from ds_trainer.files.messages import shown
 from ds_trainer.files.reading import read_json
 from ds_trainer.recipe.recipe import Phase
-from ds_trainer.recipe.schedules import LrSchedule, steps_of
+from ds_trainer.recipe.schedules import LrSchedule
 
 DEFAULT_MICRO_BATCH = 32
 DEFAULTS = {
@@ -58,6 +58,7 @@ NAMES_IN_RECIPE = {
     "optimizer.params.eps": "adam_epsilon",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
 }
@@ -205,35 +206,19 @@ def _disagreements(config: dict[str, Any], phase: Phase | None, name: str) -> It
     betas = keys.value_at(config, "optimizer.params.betas")
     for i, beta in enumerate(betas[:2] if isinstance(betas, list) else []):
         pairs.append((f"optimizer.params.betas[{i}]", beta, f"adam_beta{i + 1}"))
+    kind = keys.value_at(config, "scheduler.type")
+    if isinstance(kind, str):  # the block wins in DeepSpeed
+        if kind not in SCHEDULES and _in_recipe(phase, "warmup_steps"):
+            pairs.append(("scheduler.type", kind, "warmup_steps"))
+        if _in_recipe(phase, "lr_scheduler_type") != SCHEDULES.get(kind):
+            pairs.append(("scheduler.type", kind, "lr_scheduler_type"))
     for path, value, field in pairs:
         other = _in_recipe(phase, field)
-        if isinstance(value, bool | int | float) and other is not None and value != other:
-            yield (
-                f"{path} is {shown(value)} in {name}, but {field} is {shown(other)} in the recipe: "
-                f'write it in one place, or write "auto" in {name}'
-            )
-    yield from _schedule_disagreements(config, phase, name)
-
-
-def _schedule_disagreements(config: dict[str, Any], phase: Phase | None, name: str) -> Iterator[str]:
-    """Report where the scheduler block, which wins in DeepSpeed, has another shape or warm-up than the recipe."""
-    kind, shape = keys.value_at(config, "scheduler.type"), _in_recipe(phase, "lr_scheduler_type")
-    if not isinstance(kind, str):
-        return
-    if shape not in (None, SCHEDULES.get(kind)):
+        if other is None or value == other or not (isinstance(value, bool | int | float) or path == "scheduler.type"):
+            continue
         yield (
-            f"scheduler.type is {shown(kind)} in {name}, but lr_scheduler_type is {shown(shape)} in the recipe: write "
-            f"it in one place ({', '.join(f'{ours} is {theirs}' for theirs, ours in SCHEDULES.items())})"
-        )
-    steps, warmup = keys.value_at(config, "scheduler.params.warmup_num_steps"), _in_recipe(phase, "warmup_steps")
-    if warmup is not None and phase and phase.max_steps:
-        warmup = steps_of(warmup, phase.max_steps)
-    asked = max(1, warmup) if isinstance(warmup, int) else warmup  # DeepSpeed has 1 for no warm-up
-    if (warmup and kind not in SCHEDULES) or (steps and asked is not None and steps != asked):
-        file = f"scheduler.params.warmup_num_steps is {steps}" if steps else f"scheduler.type is {shown(kind)}"
-        yield (
-            f"{file} in {name}, but warmup_steps is {shown(warmup)} in the recipe: write it in one place"
-            + (f', or write "auto" in {name}' if steps else "")
+            f"{path} is {shown(value)} in {name}, but {field} is {shown(other)} in the recipe: write it in one place"
+            + ("" if path == "scheduler.type" else f', or write "auto" in {name}')
         )
 
 

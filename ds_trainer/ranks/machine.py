@@ -51,7 +51,10 @@ def peak_memory() -> dict[str, int]:
     Some systems cannot reset the peak of `resident`: there it is the most since the process began. Waits for no GPU,
     whose allocator counts on the host.
     """
-    peaks = {"resident": _resident_peak()}
+    peaks = {"resident": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    with contextlib.suppress(OSError, KeyError):
+        peaks["resident"] = 1024 * int(_fields(Path("/proc/self/status"))["VmHWM"].split()[0])
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets it to the memory held now
     if torch.cuda.is_available():
         peaks["device"] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -66,14 +69,6 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     call()
     wait()
     return time.perf_counter() - started
-
-
-def _resident_peak() -> int:
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with contextlib.suppress(OSError, KeyError):
-        peak = 1024 * int(_fields(Path("/proc/self/status"))["VmHWM"].split()[0])
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets it to the memory held now
-    return peak
 
 
 def _fields(path: Path) -> dict[str, str]:

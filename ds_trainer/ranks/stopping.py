@@ -54,7 +54,8 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         self._inbox, self._outbox = os.pipe()
         os.set_blocking(self._outbox, False)  # set_wakeup_fd requires it
-        self._before: dict[int, Any] = {number: signal.signal(number, _ignore) for number in SIGNALS}
+        # a handler that does nothing: without one, a signal would end the process
+        self._before: dict[int, Any] = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._outbox, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, args=(launchers(),), name="stop-requests", daemon=True)
         self._thread.start()
@@ -156,10 +157,6 @@ def stop_if_asked() -> None:
     requests = _REQUESTS.get()
     if requests and requests._reason:
         raise StoppedError(_REASONS[requests._reason])
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: with a handler, the signal does not end the process."""
 
 
 @contextlib.contextmanager

@@ -227,15 +227,13 @@ class LiveMemory(TorchDispatchMode):
         given = {_address(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         for value in tree_leaves(out):
             if isinstance(value, Tensor) and value.device.type != "meta" and _address(value) not in given:
-                self._add(value.untyped_storage())
+                storage: Any = value.untyped_storage()
+                if storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._drop, storage._cdata)
         return out
-
-    def _add(self, storage: Any) -> None:
-        if storage._cdata not in self._sizes:
-            self._sizes[storage._cdata] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._drop, storage._cdata)
 
     def _drop(self, address: int) -> None:
         self.now -= self._sizes.pop(address)

@@ -239,7 +239,7 @@ def test_two_different_values_name_both_places():
         ({"bf16": {"enabled": False}}, {"bf16": True}, "bf16.enabled is false", "bf16 is true"),
         ({"fp16": {"enabled": True}}, {"bf16": True}, "fp16 and bf16 are both on"),
         (warmup(warmup_num_steps=2), {"lr_scheduler_type": "cosine"}, 'lr_scheduler_type is "cosine" in the recipe'),
-        (warmup(warmup_num_steps=2), {"warmup_steps": 0.4}, "but warmup_steps is 4 in the recipe"),
+        (warmup(warmup_num_steps=2), {"warmup_steps": 4}, "warmup_num_steps is 2", "warmup_steps is 4 in the recipe"),
         (CYCLE, {"warmup_steps": 2}, 'scheduler.type is "OneCycle" in my file'),
     ):
         (mistake,) = check_engine_file(config, phase_of(**fields), 1, name="my file")
@@ -253,7 +253,7 @@ def test_the_schedule_has_one_home():
     """
     constant, cosine = {"lr_scheduler_type": "constant_with_warmup"}, {"lr_scheduler_type": "cosine"}
     for config, fields, settled, given in (
-        (warmup(warmup_num_steps=4), constant | {"warmup_steps": 0.4}, constant | {"warmup_steps": 0.4}, 4),
+        (warmup(warmup_num_steps=4), constant | {"warmup_steps": 4}, constant | {"warmup_steps": 4}, 4),
         (warmup(), {"warmup_steps": 4}, constant | {"warmup_steps": 4}, 4),
         (warmup(warmup_num_steps=4), {}, constant | {"warmup_steps": 4}, 4),
         (COSINE, {}, cosine | {"warmup_steps": 1000}, None),

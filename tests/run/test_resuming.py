@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_trainer.engine.checkpoint import TRAINING_DATA, Checkpoints, check_fits
+from ds_trainer.engine.checkpoint import TRAINING_DATA, check_fits
 from ds_trainer.files.checkpoint_files import write_marker
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.ranks.failures import UserError
@@ -36,15 +36,6 @@ def test_a_run_goes_on_with_its_own_phases(tmp_path):
     for names in (["finetune", "prune", "third"], ["new", "finetune", "prune"], ["finetune"]):
         with pytest.raises(UserError, match=r"has the phases finetune, prune, and the recipe .*another --output_dir"):
             checkpoint_to_go_back_to(RunFolder(tmp_path), job_of(tmp_path, names))
-
-
-def test_a_checkpoint_of_another_version_is_not_taken_for_damaged(tmp_path):
-    """It is whole: renamed to `damaged-N`, it would be progress put aside, and the phase would begin anew."""
-    (tmp_path / "checkpoint-4").mkdir()
-    write_marker(tmp_path / "checkpoint-4", {}, {"step": 4, "order": 16, "a field of the future": 1})
-    with pytest.raises(UserError, match="has other fields than this version"):
-        Checkpoints(tmp_path).newest()
-    assert (tmp_path / "checkpoint-4").is_dir()
 
 
 def test_a_checkpoint_of_other_data_names_the_field_and_no_hash(tmp_path):
