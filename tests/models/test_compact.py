@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from ds_trainer.models import compact
 from ds_trainer.models.compact import read_compact, unpack_compact, write_compact, write_compact_folder
 from ds_trainer.models.folders import COMPACT_FILE, save_folder
-from ds_trainer.models.layers import sizes_of
 from ds_trainer.models.pretrained import load_trained
 from ds_trainer.ranks.failures import UserError
 
@@ -119,18 +118,6 @@ def test_a_folder_loads_again(family, tmp_path):
     (target / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=str(target)):
         load_trained(target)
-
-
-def test_a_shrunk_folder_loads_again(tmp_path):
-    """Sizes of layers and emptied blocks come through."""
-    source = exported_models.save("qa", tmp_path / "shrunk", cut=True)
-    model = load_trained(source).eval()
-    (tmp_path / "compact").mkdir()
-    write_compact_folder(source, model, tmp_path / "compact")
-    loaded = load_trained(tmp_path / "compact").eval()
-    assert sizes_of(loaded) == sizes_of(model)
-    asked = exported_models.inputs(2, 6)
-    torch.testing.assert_close(loaded(**asked).start_logits, model.half().float()(**asked).start_logits)
 
 
 @pytest.mark.parametrize(

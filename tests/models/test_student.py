@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from ds_trainer.models.folders import save_folder, train_tokenizer
@@ -53,8 +54,6 @@ def make_source(tokenizer, tmp_path):
     """Write a model of 4 layers in which no two tensors are equal, biases and norms included."""
 
     def make(family: str, head: str, **fields) -> Path:
-        import transformers
-
         torch.manual_seed(1)
         ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "cls_token_id", "sep_token_id")}
         ids |= {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id}
@@ -65,6 +64,8 @@ def make_source(tokenizer, tmp_path):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        if model.can_generate():
+            model.generation_config.max_new_tokens = 7
         folder = tmp_path / f"{family}-{head}"
         save_folder(model, tokenizer, folder)
         return folder
@@ -74,8 +75,6 @@ def make_source(tokenizer, tmp_path):
 
 def load(folder: Path):
     """The model as the class its config names, which must not leave or make up any weight."""
-    import transformers
-
     config = transformers.AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])
     model, info = model_class.from_pretrained(folder, output_loading_info=True)
@@ -117,6 +116,8 @@ def test_layers_of_any_family_are_copied_with_all_around_them(family, head, make
     assert all(torch.equal(after[name], moved[name]) for name in after)
     student = load(target)
     assert type(student) is type(teacher)
+    assert student.config.id2label == teacher.config.id2label
+    assert not student.can_generate() or student.generation_config.max_new_tokens == 7
     assert len(encoder_layers(student)) == student.config.num_hidden_layers == 2
     assert (target / "tokenizer.json").is_file()
     whole = load(make_student(source, layers=[0, 1, 2, 3]))
@@ -143,43 +144,24 @@ def test_layers_keep_their_kind_of_attention(family, head, make_source):
     torch.testing.assert_close(outputs_of(student)[0], outputs_of(teacher)[0])
 
 
-def test_labels_generation_and_auto_classes_follow(make_source):
-    """Class names and generation settings are the source's, and the auto classes load the folder."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
-
-    classifier = make_student(make_source("bert", "ForSequenceClassification"), layers=[1])
-    assert AutoModelForSequenceClassification.from_pretrained(classifier).config.id2label[2] == "tree"
-    source = make_source("gpt2", "LMHeadModel")
-    GenerationConfig(max_new_tokens=7, eos_token_id=3).save_pretrained(source)
-    assert AutoModelForCausalLM.from_pretrained(make_student(source, layers=[1])).generation_config.max_new_tokens == 7
-
-
 @pytest.mark.parametrize("head", TO_DISTILBERT)
-def test_bert_into_distilbert_copies_every_weight_it_has_a_place_for(head, make_source):
-    """Each tensor equals one of BERT's to the bit, of the layer asked for; positions have the first segment added."""
+def test_bert_into_distilbert_copies_the_chosen_layers_and_the_head(head, make_source):
+    """Every tensor is one of BERT's to the bit, except that positions have the first segment added."""
     source = make_source("bert", head)
     target = make_student(source, layers=[1, 3], model_type="distilbert")
     before, after = (load_file(folder / "model.safetensors") for folder in (source, target))
-    by_value = {weight.numpy().tobytes(): name.removeprefix("bert.") for name, weight in before.items()}
-    origin = {name.removeprefix("distilbert."): by_value.get(w.numpy().tobytes()) for name, w in after.items()}
+    names = {weight.numpy().tobytes(): name.removeprefix("bert.") for name, weight in before.items()}
+    origin = {name.removeprefix("distilbert."): names.get(w.numpy().tobytes()) for name, w in after.items()}
     assert [name for name, old in origin.items() if old is None] == ["embeddings.position_embeddings.weight"]
     for new, old in (("transformer.layer.0.", "encoder.layer.1."), ("transformer.layer.1.", "encoder.layer.3.")):
-        assert {o for n, o in origin.items() if n.startswith(new)} == {
-            o for o in by_value.values() if o.startswith(old)
-        }
-    assert origin["transformer.layer.0.attention.q_lin.weight"] == "encoder.layer.1.attention.self.query.weight"
-    left = {old for old in by_value.values() if not old.startswith("encoder.")} - set(origin.values())
-    no_place = {"embeddings.position_embeddings", "embeddings.token_type_embeddings", "cls.seq_relationship"}
-    no_place |= set() if head == "ForSequenceClassification" else {"pooler.dense"}
-    assert {old.rpartition(".")[0] for old in left} <= no_place
+        wanted = {name for name in names.values() if name.startswith(old)}
+        assert {name for key, name in origin.items() if key.startswith(new)} == wanted
     assert load(target).config.architectures == ["DistilBert" + head.replace("PreTraining", "MaskedLM")]
 
 
 @pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForPreTraining", "ForQuestionAnswering"])
 def test_distilbert_of_all_layers_computes_as_bert_does(head, make_source):
     """On texts of one segment, to 1e-5, with an activation that is not the default; from the saved tokenizer too."""
-    from transformers import AutoTokenizer
-
     dropouts = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3, "classifier_dropout": 0.4}
     source = make_source("bert", head, hidden_act="gelu_new", **dropouts)
     target = make_student(source, layers=[0, 1, 2, 3], model_type="distilbert")
@@ -188,7 +170,7 @@ def test_distilbert_of_all_layers_computes_as_bert_does(head, make_source):
     assert (config.dropout, config.attention_dropout, config.seq_classif_dropout) == (0.2, 0.3, 0.4)
     for found, expected in zip(outputs_of(student), outputs_of(teacher), strict=False):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    inputs = AutoTokenizer.from_pretrained(target)(TEXTS, padding=True, return_tensors="pt")
+    inputs = transformers.AutoTokenizer.from_pretrained(target)(TEXTS, padding=True, return_tensors="pt")
     assert set(inputs) == {"input_ids", "attention_mask"}
     real = inputs["attention_mask"].bool()
     with torch.no_grad():
@@ -201,13 +183,10 @@ def test_distilbert_of_all_layers_computes_as_bert_does(head, make_source):
     [
         ("bert", "Model", {"layers": [0, 4]}, r"\[0, 4\].* has 4 layers, name some of 0 to 3"),
         ("bert", "Model", {"layers": [2, 1]}, "in rising order"),
-        ("bert", "Model", {"layers": [1, 1]}, "each once"),
-        ("bert", "Model", {"layers": [0], "model_type": "roberta"}, "can only be .distilbert., of whole"),
         ("roberta", "ForMaskedLM", {"layers": [0], "model_type": "distilbert"}, "is a RobertaForMaskedLM"),
         ("bert", "ForNextSentencePrediction", {"layers": [0], "model_type": "distilbert"}, "with 1e-12: BertModel, "),
         ("modernbert", "ForMaskedLM", {"layers": [1, 2]}, "model.layers.0.attn_norm.weight.*Keep layer 0"),
         ("bert", "Model", {"config": {"model_type": "bert", "vocab_size": 20}}, "vocab_size is 20, .* tokens"),
-        ("bert", "Model", {"config": {"model_type": "brt"}}, "config: .* Unrecognized model identifier: brt"),
         ("bert", "Model", {"config": {"model_type": "bert", "hidden_size": "x"}}, "config: .*hidden_size"),
     ],
 )
@@ -219,10 +198,8 @@ def test_what_cannot_be_made_is_refused(family, head, spec, message, make_source
     assert [path.name for path in source.parent.iterdir()] == [source.name]
 
 
-def test_a_source_that_is_no_whole_model_is_refused(make_source, tmp_path):
-    """Without folder, weights, a known architecture, or a weight; and where DistilBERT computes otherwise."""
-    with pytest.raises(UserError, match="does not exist"):
-        make_student(tmp_path / "no" / "where" / "here", layers=[0])
+def test_a_source_that_is_no_whole_model_is_refused(make_source):
+    """Without a weight, or of an unknown architecture; and where DistilBERT computes otherwise."""
     source = make_source("bert", "Model", layer_norm_eps=1e-5)
     with pytest.raises(UserError, match="layer_norm_eps 1e-05"):
         make_student(source, layers=[0], model_type="distilbert")
@@ -234,16 +211,10 @@ def test_a_source_that_is_no_whole_model_is_refused(make_source, tmp_path):
     config.write_text(config.read_text().replace('"BertModel"', '"BertForRhymes"'))
     with pytest.raises(UserError, match="'BertForRhymes', which transformers does not know"):
         make_student(source, layers=[0])
-    weights.unlink()
-    config.write_text(config.read_text().replace('"BertForRhymes"', '"BertModel"'))
-    with pytest.raises(UserError, match=r"has no weights: it has no model\.safetensors"):
-        make_student(source, layers=[0])
 
 
 def test_a_config_alone_gives_random_weights_from_the_seed(make_source, tokenizer):
     """The same seed gives the same weights, another one others; tokenizer and vocabulary are the source's."""
-    from transformers import AutoModel, AutoTokenizer
-
     source = make_source("bert", "ForSequenceClassification")
     spec = StudentSpec(config={"model_type": "electra", **SIZES["electra"], "num_hidden_layers": 1})
     folders = [source.with_name(name) for name in ("one", "two", "three")]
@@ -252,8 +223,5 @@ def test_a_config_alone_gives_random_weights_from_the_seed(make_source, tokenize
     first, second, third = (load_file(folder / "model.safetensors") for folder in folders)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["embeddings.word_embeddings.weight"], third["embeddings.word_embeddings.weight"])
-    assert AutoModel.from_pretrained(folders[0]).config.vocab_size == len(tokenizer)
-    assert AutoTokenizer.from_pretrained(folders[0]).get_vocab() == tokenizer.get_vocab()
-    wider = StudentSpec(config={"model_type": "bert", **SIZES["bert"], "vocab_size": 128})
-    create_student(wider, source, folders[0], 1)
-    assert AutoModel.from_pretrained(folders[0]).get_input_embeddings().num_embeddings == 128
+    assert transformers.AutoModel.from_pretrained(folders[0]).config.vocab_size == len(tokenizer)
+    assert transformers.AutoTokenizer.from_pretrained(folders[0]).get_vocab() == tokenizer.get_vocab()
