@@ -269,47 +269,37 @@ def ordinary(tokenizer: Any) -> set[str]:
     return {token for token in tokenizer.get_vocab() if len(token.removeprefix("##")) > 1 and token[0] != "["}
 
 
-def test_the_tokens_of_the_training_texts_stay(task: TextSpec, tokenizer: Any) -> None:
-    """And no others than those that spell any text; the validation texts do not count."""
+def test_the_seen_tokens_stay_or_the_most_frequent_ones(task: TextSpec, tokenizer: Any) -> None:
+    """No others than those that spell any text; the validation texts do not count.
+
+    With a number, exactly as many stay, and each of them is at least as frequent as each that goes.
+    """
     kept = cut("seen", task, tokenizer)
-    assert ordinary(kept) == {t for text in SENTENCES[:2] for t in tokenizer.tokenize(text)} & ordinary(tokenizer)
-    assert {"unhappy", "happiness"} <= ordinary(tokenizer) - ordinary(kept)
-
-
-def test_the_most_frequent_tokens_stay(task: TextSpec, tokenizer: Any) -> None:
-    """Exactly so many in all; every token that stays is at least as frequent as each that goes."""
-    least = len(cut("seen", task, tokenizer)) - 3
-    kept = cut(least, task, tokenizer)
     counts = Counter(token for text in SENTENCES[:2] for token in tokenizer.tokenize(text))
-    gone = counts.keys() - kept.get_vocab().keys()
-    assert len(kept) == least
-    assert len(gone) == 3
-    assert max(counts[token] for token in gone) <= min(counts[token] for token in ordinary(kept))
+    assert ordinary(kept) == counts.keys() & ordinary(tokenizer)
+    assert {"unhappy", "happiness"} <= ordinary(tokenizer) - ordinary(kept)
+    fewer = cut(len(kept) - 3, task, tokenizer)
+    gone = counts.keys() - fewer.get_vocab().keys()
+    assert (len(fewer), len(gone)) == (len(kept) - 3, 3)
+    assert max(counts[token] for token in gone) <= min(counts[token] for token in ordinary(fewer))
 
 
 def test_the_tokens_of_a_file_stay(task: TextSpec, tokenizer: Any, tmp_path: Path) -> None:
-    """A blank line and a line end of Windows are none of them; the training texts are not read."""
-    (tmp_path / "tokens.txt").write_bytes(b"unhappy\r\n\nkitten\n##en\n")
+    """A blank line and a line end of Windows are none of them; the training texts are not read.
+
+    A file without tokens, or with others than the tokenizer's, is refused.
+    """
+    listed = tmp_path / "tokens.txt"
+    listed.write_bytes(b"unhappy\r\n\nkitten\n##en\n")
     (tmp_path / "train.csv").unlink()
-    assert ordinary(cut(str(tmp_path / "tokens.txt"), task, tokenizer)) == {"unhappy", "kitten", "##en"}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "tokens.txt does not exist"),
-        ("\n\n", "tokens.txt has no tokens: write one in each line"),
-        ("rain\nzebra\nokapi\n", "lists 2 tokens that the tokenizer does not have, such as 'okapi', 'zebra': write"),
-    ],
-)
-def test_a_file_that_names_no_token_is_refused(
-    content: str | None, message: str, task: TextSpec, tokenizer: Any, tmp_path: Path
-) -> None:
-    """The message names the file, or some of its tokens."""
-    if content is not None:
-        (tmp_path / "tokens.txt").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        cut(str(tmp_path / "tokens.txt"), task, tokenizer)
+    assert ordinary(cut(str(listed), task, tokenizer)) == {"unhappy", "kitten", "##en"}
+    for content, message in (
+        ("\n\n", "tokens.txt has no tokens"),
+        ("rain\nzebra\nokapi\n", "2 tokens .* 'okapi', 'zebra'"),
+    ):
+        listed.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            cut(str(listed), task, tokenizer)
 
 
 @pytest.mark.parametrize(
