@@ -157,6 +157,9 @@ def test_heads_that_do_not_fit_are_replaced_or_taken_in_order_with_a_word(
     assert {each.dtype for each in build(mnli, bare).build_model(bare).parameters()} == {torch.float32}
     # version 0.2 sorted the numbers of a table that pandas had written as text
     assert label_order(("1", "2", "10"), ("1.0", "10.0", "2.0")) == ("1", "10", "2")
+    # tags that differ in case alone stay apart, while names that differ in case everywhere are the same ones
+    assert label_order(("O", "B-x", "b-x"), ("b-x", "O", "B-x")) == ("b-x", "O", "B-x")
+    assert label_order(("O", "B-x"), ("b-x", "o")) == ("B-x", "O")
 
 
 def test_a_head_with_a_class_in_the_place_of_another_is_refused(mnli: TextSpec, build: Any, classifier: Any) -> None:
