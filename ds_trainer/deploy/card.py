@@ -28,7 +28,7 @@ from ds_trainer.recipe.exit_specs import EXITS_FILE
 from ds_trainer.recipe.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED, ExportJob
 from ds_trainer.recipe.recipe import Phase, Recipe
 from ds_trainer.recipe.task_specs import TaskBase
-from ds_trainer.report.page import notes_on, table_of
+from ds_trainer.report.page import latency_notes, table_of
 from ds_trainer.report.results import read_run
 
 _TASKS = {
@@ -89,10 +89,9 @@ def write_cards(output: Path, recipe: Recipe) -> None:
     """Write the card of each model of a run, from the files in its output folder; a failure is a warning."""
     with distributed.as_warning("the models have no cards"):
         run = read_run(output)
-        latency = [note for note in notes_on(run) if note.startswith("Latency")]
         for phase in recipe.phases:
             models = f"The models of the run, side by side. This one is `{phase.name}`."
-            sections = ["## Results", models, table_of(run), *latency, *_section(recipe)]
+            sections = ["## Results", models, table_of(run), *latency_notes(run), *_section(recipe)]
             task, scores = phase.task or recipe.task, run.results[phase.name]["eval"]
             folder = run.folder_of(phase.name) / "model"
             if (folder / "config.json").exists():  # otherwise the user has deleted the model

@@ -76,16 +76,16 @@ def table_of(run: RunFiles) -> str:
     return markdown([{_escaped(name): _escaped(cell) for name, cell in row.items()} for row in rows])
 
 
-def notes_on(run: RunFiles) -> list[str]:
-    """Return the warnings of the run, and a note on where its models were measured."""
-    notes = [f"{phase}: {line}." for phase, result in run.results.items() for line in result.get("warnings", [])]
-    if timed := {phase: result["measured_on"] for phase, result in run.results.items() if "measured_on" in result}:
-        on = next(iter(timed.values()))  # they were measured in turns
-        threads = f"{on['threads']} thread{'s' * (on['threads'] > 1)}"
-        texts = f"{on['examples']} examples of {on['mean_tokens']:.1f} tokens on average"
-        where = f"on {on['device']}, {threads}, {on['dtype']}"
-        notes.append(f"Latency of {', '.join(timed)}: median of the calls, {where}: {texts}.")
-    return notes
+def latency_notes(run: RunFiles) -> list[str]:
+    """Return a note on where the models of a run were measured; none where they were not."""
+    timed = {phase: result["measured_on"] for phase, result in run.results.items() if "measured_on" in result}
+    if not timed:
+        return []
+    on = next(iter(timed.values()))  # they were measured in turns, all on the same device and texts
+    threads = f"{on['threads']} thread{'s' * (on['threads'] > 1)}"
+    texts = f"{on['examples']} examples of {on['mean_tokens']:.1f} tokens on average"
+    where = f"on {on['device']}, {threads}, {on['dtype']}"
+    return [f"Latency of {', '.join(timed)}: median of the calls, {where}: {texts}."]
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,8 @@ def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
     with distributed.as_warning("the verdict", failures):
         parts.append("\n".join(f"- {_escaped(line)}" for line in verdict(run.results)))
     with distributed.as_warning("the table of results", failures):
-        parts += [table_of(run), *map(_escaped, notes_on(run))]
+        warnings = [f"{name}: {line}." for name, result in run.results.items() for line in result.get("warnings", [])]
+        parts += [table_of(run), *map(_escaped, [*warnings, *latency_notes(run)])]
     if drawn:
         parts.append("## Figures")
         parts += [f"![{_escaped(p.caption)}](plots/{p.name}.png)\n\n{_escaped(p.caption)}" for p in drawn]
