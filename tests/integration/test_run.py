@@ -25,7 +25,7 @@ from ds_trainer.recipe.saved_checkpoint import is_checkpoint
 def recipe_file(tiny_recipe, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("recipe") / "tiny.json"
     finetune, prune = tiny_recipe["phases"]
-    phases = [finetune | {"max_steps": 40, "eval_steps": 20}, prune]
+    phases = [finetune | {"max_steps": 20, "eval_steps": 10}, prune]
     path.write_text("// a comment\n" + json.dumps(tiny_recipe | {"phases": phases}))
     return path
 
@@ -55,7 +55,7 @@ def alone(recipe_file, tmp_path_factory) -> Path:
     done = run_script(
         *("launch/train.py", "--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(recipe_file)),
         *("--output_dir", str(folder), "--set", "phases.*.gradient_accumulation_steps=2"),
-        *("--set", "phases.finetune.save_steps=20"),
+        *("--set", "phases.finetune.save_steps=10"),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
@@ -186,7 +186,7 @@ def test_the_last_checkpoint_is_the_exported_model(output, alone, tmp_path):
     A checkpoint is of the phase that wrote it, whatever a later --resume wrote into the recipe.
     """
     assert becomes_model(output / "checkpoint-12", output / "model", tmp_path / "of two")
-    assert becomes_model(alone / "finetune" / "checkpoint-40", alone / "finetune" / "model", tmp_path / "earlier")
+    assert becomes_model(alone / "finetune" / "checkpoint-20", alone / "finetune" / "model", tmp_path / "earlier")
     assert not becomes_model(alone / "checkpoint-4", alone / "model", tmp_path / "of another step")
     run = Path(shutil.copytree(alone, tmp_path / "out"))
     edit_recipe(run, lambda recipe: recipe["phases"][1].update(max_steps=99, learning_rate=1.0))
@@ -221,7 +221,7 @@ def test_checkpoints_are_scored_by_what_their_run_says(alone, tmp_path, capfd):
     one, other, aside = tmp_path / "one.json", tmp_path / "other.json", tmp_path / "aside"
     commands = [
         f"{run}/checkpoint-12 --output_file {one}",
-        f"{run}/finetune/checkpoint-40 --set max_eval_samples=null --output_file {other}",
+        f"{run}/finetune/checkpoint-20 --set max_eval_samples=null --output_file {other}",
         f"{run} --all_checkpoints",
         f"{run}/finetune --all_checkpoints --predictions_dir {aside}",
     ]
@@ -237,9 +237,9 @@ def test_checkpoints_are_scored_by_what_their_run_says(alone, tmp_path, capfd):
     assert found["checkpoints"][-1]["density"] == pytest.approx(0.25)
     assert found["checkpoints"][0]["density"] > 0.3
     assert "checkpoint-8 is damaged (mp_rank_00_model_states.pt is not what was written: its checksum" in printed.err
-    rows = [line.split() for line in printed.out.splitlines() if line.split()[:1] in (["4"], ["12"], ["20"], ["40"])]
+    rows = [line.split() for line in printed.out.splitlines() if line.split()[:1] in (["4"], ["12"], ["10"], ["20"])]
     at_4 = f"{100 * found['checkpoints'][0]['density']:.1f}%"
-    assert [(row[0], row[-1]) for row in rows] == [("4", at_4), ("12", "25.0%"), ("20", "100.0%"), ("40", "100.0%")]
+    assert [(row[0], row[-1]) for row in rows] == [("4", at_4), ("12", "25.0%"), ("10", "100.0%"), ("20", "100.0%")]
     assert read(aside / "checkpoints.json")["phase"] == "finetune"
     after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     changed = {path.name for path in after if after[path] != before.get(path)}
@@ -278,12 +278,9 @@ def rename_phase(number: int, name: str):
 
 HOSTILE = [
     (lambda run: spoil(run / "checkpoint-4"), "checkpoint-4 is damaged (mp_rank_00_model_states.pt is not"),
-    (lambda run: (run / "checkpoint-4/complete.json").write_text("{"), "is damaged (complete.json cannot be read"),
     (lambda run: (run / "recipe.json").unlink(), "does not lie in the folder of a run: neither "),
-    (lambda run: (run / "recipe.json").write_text("{"), "recipe.json"),
     (lambda run: edit_recipe(run, lambda recipe: recipe.update(phasen=[])), 'unknown key; did you mean "phases"?'),
     (rename_phase(1, "cut"), "was written by the phase prune, but lies in the folder of "),
-    (rename_phase(0, "fine"), "the model at the start of the phase prune cannot be loaded, and its config and"),
     (lambda run: shutil.rmtree(run / "finetune"), "finetune/model does not exist"),
     (change_start, "do not go into the model that "),
     (change_task, "nowhere/validation.csv"),
@@ -342,7 +339,7 @@ def test_an_optimizer_block_gets_our_groups(recipe_file, tmp_path):
     secret = {"comet": {"enabled": False, "api_key": "of-the-test-123"}, "log_level": "info"}
     block = {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": "auto"}
     engine.write_text(json.dumps(block | secret))
-    more = ("--set", "phases.*.max_steps=6", "--set", "phases.*.lr_scheduler_type=constant")
+    more = ("--set", "phases.*.max_steps=4", "--set", "phases.*.lr_scheduler_type=constant")
     for name, config in (("block", str(engine)), ("none", "ds_configs/zero0.json")):
         done = train(1, recipe_file, tmp_path / name, *more, engine=config)
         assert "of-the-test-123" not in done.stdout + done.stderr
@@ -360,14 +357,14 @@ import sys
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.train import train_command
 from ds_trainer.tasks.text import docstrings
-docstrings.CLASS_CAP = 400
+docstrings.CLASS_CAP = 100
 sys.exit(run_command(train_command, sys.argv[1:]))
 """
 
 
 def test_the_embedded_default_runs(tmp_path):
     """The quickstart's recipe, shortened: data from docstrings, a tokenizer trained on them, all phases, one table."""
-    short = {"phases.*.max_steps": 4, "task.max_train_samples": 500, "task.max_eval_samples": 100, "report": "false"}
+    short = {"phases.*.max_steps": 2, "task.max_train_samples": 300, "task.max_eval_samples": 50, "report": "false"}
     short |= {"phases.quarter.cut.calibration_examples": 16}
     words = [word for field, value in short.items() for word in ("--set", f"{field}={value}")]
     script = tmp_path / "train.py"

@@ -11,9 +11,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.batch_cuts import cuts, stages
 from support.launching import run_deepspeed
-from support.zero_matrix import DISTILLED, EXITS, METHODS, Case, cases, reference
+from support.zero_matrix import DISTILLED, EXITS, METHODS, Case, cases, cuts, reference, stages
 
 TOLERANCE = {"fp32": 2e-6, "autocast": 3e-4, "bf16": 3e-3}
 """Of the loss, relative. bf16 at ZeRO 0 goes through DeepSpeed's unfused fp16 optimizer: hence 3e-3."""
@@ -62,7 +61,7 @@ def test_only_the_search_for_a_cutoff_waits_for_the_device(ranks, outputs):
     """Between two records the techniques read no value from the device, but for the choice of single weights."""
     for case, seen in json.loads(outputs(ranks).read_text()).items():
         teaches = case.partition("-zero")[0] in {*DISTILLED, *EXITS} - {"both", "all"}
-        choice = [f"ds_trainer/techniques/prune/{name}.py" for name in ("masks", "selection")]
+        choice = [f"ds_trainer/techniques/prune/{name}.py" for name in ("masked", "selection")]
         assert {*seen["waits"]} <= {*choice * (not teaches)}, case
 
 
