@@ -13,22 +13,21 @@ from support.launching import read, run_deepspeed
 
 @pytest.fixture(scope="module")
 def recipe(tagged_recipe, tmp_path_factory) -> Path:
-    """Train two layers; cut half of their weights, prune on to 40%, cut to 30% by one budget, train with its zeros.
+    """Train two layers; cut half of their weights, then 70% by one budget, each time trained on with its zeros.
 
     Then cut half of the trained heads and neurons and teach that, and cut half of this and of the tokens.
     """
     common = {"train_batch_size": 16, "learning_rate": 4e-3, "logging_steps": 1}
     cut = {"keep": 0.5, "calibration_examples": 32}
     weights = cut | {"granularity": "weight", "uniform": True}
-    prune = {"mask_init": "cut", "final_threshold": 0.4, "initial_warmup": 2, "final_warmup": 0.3}
     distill = {"teacher": "@dense", "cache_teacher": True, "alpha_ce": 0.5, "alpha_distil": 0.5}
-    zeros = {"cut": weights | {"keep": 0.3, "uniform": False}, "techniques": {"keep_zeros": True}}
+    zeros = {"max_steps": 2, "techniques": {"keep_zeros": True}}
     half = {"cut": cut | {"uniform": True}, "start_from": "@dense", "techniques": {"distill": distill}}
     phases = [
-        common | {"name": "dense", "max_steps": 12},
-        common | {"name": "masked", "max_steps": 8, "cut": weights, "techniques": {"prune": prune}},
-        common | {"name": "filled", "max_steps": 4} | zeros,
-        common | {"name": "half", "max_steps": 4} | half,
+        common | {"name": "dense", "max_steps": 8},
+        common | zeros | {"name": "sparse", "cut": weights},
+        common | zeros | {"name": "sparser", "cut": weights | {"keep": 0.3, "uniform": False}},
+        common | {"name": "half", "max_steps": 2} | half,
         {"name": "neurons", "num_train_epochs": 0, "cut": cut | {"granularity": "neuron", "vocabulary": {"keep": 40}}},
     ]
     folder = tmp_path_factory.mktemp("cut")
@@ -70,7 +69,7 @@ def test_the_results_have_the_cut_and_its_scores(done, recipe) -> None:
     out = recipe.parent / "out"
     results = read(out / "all_results.json")
     assert "cut" not in results["dense"]
-    for phase in ("masked", "half", "neurons"):
+    for phase in ("sparse", "half", "neurons"):
         cut = results[phase]["cut"]
         scores = cut.pop("scores")
         assert cut == read(out / "starting_models" / phase / "cut.json")
@@ -88,22 +87,16 @@ def test_the_results_have_the_cut_and_its_scores(done, recipe) -> None:
     assert accuracy == pytest.approx(results["neurons"]["eval"]["accuracy"])
 
 
-def test_pruning_goes_on_from_the_cut_and_the_next_cut_from_that(done, recipe) -> None:
-    """Each matrix keeps 50% after the first cut, 40% after pruning, then unequal shares of 30% that training keeps.
-
-    Masks start at the density of the cut, though the recipe names none, and `cut.json` has every matrix.
-    """
+def test_a_cut_goes_on_from_the_cut_before_and_training_keeps_its_zeros(done, recipe) -> None:
+    """Each matrix keeps half after the first cut, then unequal shares of 30%; `cut.json` has every matrix."""
     out = recipe.parent / "out"
     made, count = out / "starting_models", len(densities(out / "dense" / "model"))
-    assert densities(made / "masked") == pytest.approx([0.5] * count, abs=0.01)
-    assert densities(out / "masked" / "model") == pytest.approx([0.4] * count, abs=0.01)
-    shares = densities(made / "filled")
+    for place in (made / "sparse", out / "sparse" / "model"):
+        assert densities(place) == pytest.approx([0.5] * count, abs=0.01)
+    shares = densities(made / "sparser")
     assert max(shares) - min(shares) > 0.05
-    assert densities(out / "filled" / "model") == pytest.approx(shares)
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    pruned = [record["prune/density"] for record in records if "prune/density" in record]
-    assert pruned[0] == pytest.approx(0.5, abs=0.01)
-    parts = read(made / "filled" / "cut.json")["parts"]
+    assert densities(out / "sparser" / "model") == pytest.approx(shares)
+    parts = read(made / "sparser" / "cut.json")["parts"]
     assert len(parts) == count
     assert sum(part["kept"] for part in parts) == pytest.approx(0.3 * sum(part["count"] for part in parts), rel=0.01)
     assert all(part["error"] > 0 for part in parts)

@@ -16,13 +16,13 @@ from ds_trainer.engine.checkpoint import Checkpoints
 RUNS = {"zero0": 2, "zero3": 2, "alone": 1}
 """The number of ranks of each run."""
 COMMON = {"train_batch_size": 16, "learning_rate": 2e-3, "per_device_eval_batch_size": 16, "logging_steps": 1}
-DENSE = COMMON | {"name": "dense", "max_steps": 30}
+DENSE = COMMON | {"name": "dense", "max_steps": 12}
 FILLED = COMMON | {
     "name": "filled",
-    "cut": {"keep": 0.5, "calibration_examples": 128},
+    "cut": {"keep": 0.5, "calibration_examples": 64},
     "techniques": {"distill": {"teacher": "@model", "alpha_ce": 0.1, "alpha_distil": 0.9}},
-    "max_steps": 12,
-    "save_steps": 4,
+    "max_steps": 6,
+    "save_steps": 2,
 }
 
 
@@ -78,7 +78,7 @@ def test_a_cut_model_is_trained_under_zero3(runs):
         [record["train/loss"] for record in records_of(runs / name / "log.jsonl") if "train/loss" in record]
         for name in ("zero3", "zero0")
     ]
-    assert len(losses[0]) == 12
+    assert len(losses[0]) == 6
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
@@ -97,4 +97,4 @@ def test_a_cut_run_is_resumed_with_the_same_cut(runs, server, words, tmp_path):
     assert "cutting" not in resumed.text
     assert made == {path: path.stat().st_mtime_ns for path in (run.output / "starting_models").rglob("*")}
     assert alike(run.output, runs / "zero3")
-    assert becomes_model(run.output / "checkpoint-12", run.output / "model", tmp_path / "exported")
+    assert becomes_model(run.output / "checkpoint-6", run.output / "model", tmp_path / "exported")

@@ -38,12 +38,12 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positi
 def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
     task = {"text": lambda: text_task, "squad": lambda: squad_files(folder)}.get(name, lambda: lm_files(name, folder))()
     task |= {"packing": True} if name == "clm" else {}
-    common = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 5, "per_device_eval_batch_size": 8}
+    common = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 3, "per_device_eval_batch_size": 8}
     prune = {"final_threshold": 0.5, "initial_warmup": 0, "final_warmup": 0.3}
     distill = {"teacher": "@finetune", "alpha_ce": 0.2, "alpha_distil": 0.8, "alpha_cos": 0.5}
     distill |= {"cache_teacher": {"top_k": 8} if name == "clm" else name != "mlm"}
     whole = {"cache_teacher": False, "teacher_zero_stage": 3} if name == "squad" else {}
-    start = {"start_from": "@finetune", "max_steps": 10, **common}
+    start = {"start_from": "@finetune", "max_steps": 6, **common}
     both: dict = {"techniques": {"prune": prune, "distill": distill}}
     if name == "text":  # with the loss table itself
         terms = {"task": 0.2, "distill.logits": 0.8, "distill.cos": 0.5, "distill.hidden": 0.1}
@@ -55,11 +55,11 @@ def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
         "task": task,
         "report": False,
         "phases": [
-            {"name": "finetune", "max_steps": 20, **common},
+            {"name": "finetune", "max_steps": 12, **common},
             {"name": "prune", "techniques": {"prune": prune}, **start},
             {"name": "distill", "techniques": {"distill": distill | whole}, "student": {"layers": [1]}, **start},
             *([{"name": "cut", **cut, **start}] if name == "clm" else []),
-            {"name": "both", "save_steps": 5, **both, **start},
+            {"name": "both", "save_steps": 3, **both, **start},
         ],
     }
 
@@ -143,10 +143,10 @@ def test_folders_are_plain_and_of_the_asked_size(run):
 def test_no_checkpoint_holds_the_teacher_and_the_last_becomes_the_exported_model(run, tmp_path):
     """The parameters that a checkpoint has, and those that its optimizer trains, are the model's and its scores."""
     _, output = run
-    assert becomes_model(output / "checkpoint-10", output / "model", tmp_path / "model")
+    assert becomes_model(output / "checkpoint-6", output / "model", tmp_path / "model")
     with safe_open(output / "model" / "model.safetensors", "pt") as file:
         names = set(file.keys())
-    for path in (output / "checkpoint-10").glob("*model_states.pt"):
+    for path in (output / "checkpoint-6").glob("*model_states.pt"):
         state = torch.load(path, weights_only=False)
         trained = {name for group in state["param_shapes"] for name in group}
         assert trained, path

@@ -23,16 +23,16 @@ CASES = {"stages": ("ds_configs/zero2.json", "--set", "bf16.enabled=true"), "all
 
 def recipe_for(case: str, tiny: dict) -> dict:
     """finetune, then heads: they alone, or with everything else at once."""
-    common = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 5, "per_device_eval_batch_size": 8}
+    common = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 3, "per_device_eval_batch_size": 8}
     prune = {"final_threshold": 0.5, "initial_warmup": 0, "final_warmup": 0.3}
     distill = {"teacher": "@finetune", "alpha_ce": 0.2, "alpha_distil": 0.8, "alpha_cos": 0.5}
     joint = {"exits": {"training": "joint"}, "prune": prune, "distill": distill}
     alone = {"exits": {"early_exit_entropy": [0.7, 0.6]}}
-    heads = {"name": "heads", "max_steps": 10, "save_steps": 5, "techniques": alone if case == "stages" else joint}
+    heads = {"name": "heads", "max_steps": 6, "save_steps": 3, "techniques": alone if case == "stages" else joint}
     config = tiny["model"]["config"] | {"num_hidden_layers": LAYERS, "hidden_dropout_prob": 0.1}
     return tiny | {
         "model": tiny["model"] | {"config": config},
-        "phases": [{"name": "finetune", "max_steps": 30, **common}, heads | {"eval_steps": 5} | common],
+        "phases": [{"name": "finetune", "max_steps": 12, **common}, heads | {"eval_steps": 3} | common],
     }
 
 
@@ -80,7 +80,7 @@ def test_the_log_has_every_heads_loss_and_score(run):
     assert not any(name.startswith("exit_") for name in results["finetune"])
     records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     steps = {record["step"] for record in records if "eval/exit_1/accuracy" in record}
-    assert steps == {5, 10}
+    assert steps == {3, 6}
 
 
 def test_the_second_stage_changes_no_weight_of_the_model(run):
@@ -128,17 +128,17 @@ def test_the_folder_is_a_model_that_exits(run):
 def test_the_last_checkpoint_becomes_the_exported_model(run, tmp_path):
     """With its heads and its policy beside it, in the precision of the run."""
     _, output = run
-    assert becomes_model(output / "checkpoint-10", output / "model", tmp_path / "model")
-    job = read_evaluate_job([str(output / "checkpoint-10"), "--early_exit_entropy", "0.3,0.2"])
+    assert becomes_model(output / "checkpoint-6", output / "model", tmp_path / "model")
+    job = read_evaluate_job([str(output / "checkpoint-6"), "--early_exit_entropy", "0.3,0.2"])
     assert job.exit_policy(read_exits(tmp_path / "model")).thresholds == [0.3, 0.2]
 
 
 def test_a_resumed_run_ends_as_if_it_had_not_stopped(run, tmp_path):
-    """From checkpoint-5 of the heads: their weights, the model's, losses and scores are the uninterrupted run's."""
+    """From checkpoint-3 of the heads: their weights, the model's, losses and scores are the uninterrupted run's."""
     case, output = run
     shutil.copytree(output.parent, tmp_path / "run")
     again = tmp_path / "run" / "out"
-    shutil.rmtree(again / "checkpoint-10")
+    shutil.rmtree(again / "checkpoint-6")
     shutil.rmtree(again / "model")
     for file in ("all_results.json", "eval_results.json", "train_results.json"):
         results = json.loads((output / file).read_text())

@@ -29,9 +29,9 @@ def recipe_for(tiny: dict) -> dict:
         "model": tiny["model"] | {"config": config},
         "task": tiny["task"] | {"held_out": 0.2},
         "phases": [
-            {"name": "dense", "max_steps": 40, **common},
-            {"name": "compress", "max_steps": 10, "techniques": {"prune": prune, "distill": distill}, **common},
-            {"name": "exits", "max_steps": 20, "save_steps": 20, "techniques": {"exits": {"max_drop": 5.0}}, **common},
+            {"name": "dense", "max_steps": 20, **common},
+            {"name": "compress", "max_steps": 5, "techniques": {"prune": prune, "distill": distill}, **common},
+            {"name": "exits", "max_steps": 10, "save_steps": 10, "techniques": {"exits": {"max_drop": 5.0}}, **common},
         ],
     }
 
@@ -99,7 +99,7 @@ def test_the_report_has_every_phase_and_figure(output):
 
 def test_the_exits_of_a_checkpoint_are_calibrated_too(output, tmp_path):
     """As the run does with the model that it exports: the same files, the thresholds up to the order of sums."""
-    export_checkpoint(read_checkpoint(output / "checkpoint-20"), None, tmp_path / "model")
+    export_checkpoint(read_checkpoint(output / "checkpoint-10"), None, tmp_path / "model")
     files, expected = (
         {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (tmp_path / "model", output / "model")
     )

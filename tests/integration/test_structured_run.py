@@ -23,15 +23,15 @@ def run(tiny_recipe, tmp_path_factory) -> Path:
     hybrid |= SOON | VIEW
     magnitude = {"pruning_method": "magnitude", "final_threshold": 0.2, **SOON}
     magnitude |= {"global_topk": True, "global_topk_frequency_compute": 3}
-    sparse = {"start_from": "@dense", "max_steps": 8}
-    cut = {"name": "cut", "max_steps": 12, "save_steps": 12, "eval_steps": 4, "shrink": True}
+    sparse = {"start_from": "@dense", "max_steps": 6}
+    cut = {"name": "cut", "max_steps": 6, "save_steps": 6, "eval_steps": 2, "shrink": True}
     phases = [
-        {"name": "dense", "max_steps": 12},
+        {"name": "dense", "max_steps": 4},
         cut | {"techniques": {"prune": hybrid, **TEACH}},
-        {"name": "filled", "max_steps": 8, "techniques": TEACH},
+        {"name": "filled", "max_steps": 2, "techniques": TEACH},
         sparse | {"name": "unseen", "techniques": {"prune": magnitude}},
         sparse | {"name": "sparse", "techniques": {"prune": magnitude | VIEW}, "eval_steps": 2},
-        {"name": "kept", "max_steps": 8, "save_steps": 8, "techniques": {"keep_zeros": True}},
+        {"name": "kept", "max_steps": 4, "save_steps": 4, "techniques": {"keep_zeros": True}},
     ]
     folder = tmp_path_factory.mktemp("structured")
     recipe = tiny_recipe | {"phases": [common | phase for phase in phases], "tensorboard": False}
@@ -67,8 +67,8 @@ def test_what_is_cut_is_smaller_and_is_trained_on(run):
 
 def test_checkpoints_become_what_the_phases_have_left(run, tmp_path):
     """That of an earlier phase, cut as its model is, and that of the last."""
-    assert becomes_model(run / "cut" / "checkpoint-12", run / "cut" / "model", tmp_path / "cut")
-    assert becomes_model(run / "checkpoint-8", run / "model", tmp_path / "kept")
+    assert becomes_model(run / "cut" / "checkpoint-6", run / "cut" / "model", tmp_path / "cut")
+    assert becomes_model(run / "checkpoint-4", run / "model", tmp_path / "kept")
 
 
 def test_zeros_are_kept_under_zero_3(run):
@@ -86,7 +86,7 @@ def test_zeros_are_kept_under_zero_3(run):
 def test_evaluations_at_the_final_threshold_leave_the_training_as_it_was(run):
     """They are recorded beside the own, up to the end, and a run without them has the same weights bit by bit."""
     records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    for phase, steps in (("cut", [4, 8, 12]), ("sparse", [2, 4, 6, 8])):
+    for phase, steps in (("cut", [2, 4, 6]), ("sparse", [2, 4, 6])):
         scores = {r["step"]: r for r in records if r["phase"] == phase and "eval/accuracy" in r}
         assert list(scores) == steps
         assert all("eval/final_threshold/accuracy" in record for record in scores.values())
@@ -99,7 +99,7 @@ def test_evaluations_at_the_final_threshold_leave_the_training_as_it_was(run):
 def test_its_folders_are_measured_side_by_side(run, tmp_path):
     """By the command, with the score on the run's task."""
     folders = [str(run / phase / "model") for phase in ("dense", "filled")]
-    flags = ["--recipe", str(run / "recipe.json"), "--lengths", "16", "--batch_sizes", "2", "--seconds", "4"]
+    flags = ["--recipe", str(run / "recipe.json"), "--lengths", "16", "--batch_sizes", "2", "--seconds", "1"]
     done = run_script("launch/benchmark.py", *folders, *flags, "--output_dir", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     found = read(tmp_path / "benchmark.json")

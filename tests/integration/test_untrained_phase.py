@@ -27,7 +27,7 @@ def half_recipe(tiny_recipe) -> dict:
     """Train two layers, take one of them as it is, and train that."""
     common = {"train_batch_size": 16, "learning_rate": 4e-3}
     half = {"name": "half", "num_train_epochs": 0, "student": {"layers": [1]}}
-    phases = [{"name": "dense", "max_steps": 40, **common}, half, {"name": "again", "max_steps": 2, **common}]
+    phases = [{"name": "dense", "max_steps": 12, **common}, half, {"name": "again", "max_steps": 2, **common}]
     return tiny_recipe | {"phases": phases, "report": True}
 
 
