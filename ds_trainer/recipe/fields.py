@@ -92,14 +92,3 @@ class Strict(BaseModel):
 def _unknown(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return "unknown key; " + (f'did you mean "{near[0]}"?' if near else f"known here: {', '.join(sorted(known))}")
-
-
-def without_silent_nulls(value: Any) -> Any:
-    """Return the JSON value of models or what holds them, without the nulls that are a field's default anyway."""
-    if isinstance(value, BaseModel):
-        fields = type(value).model_fields
-        silent = {name for name, item in value if item is None and name in fields and fields[name].default is None}
-        return {name: without_silent_nulls(item) for name, item in value if name not in silent}
-    if isinstance(value, dict):
-        return {key: without_silent_nulls(item) for key, item in value.items()}
-    return [without_silent_nulls(item) for item in value] if isinstance(value, list | tuple) else value

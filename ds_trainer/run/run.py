@@ -23,7 +23,6 @@ from ds_trainer.models.pretrained import dtype_of
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.joining import joined
 from ds_trainer.ranks.stopping import StopRequests
-from ds_trainer.recipe.fields import without_silent_nulls
 from ds_trainer.recipe.jobs import TrainJob
 from ds_trainer.recipe.recipe import Phase, task_of
 from ds_trainer.recipe.saved_checkpoint import RECIPE
@@ -128,8 +127,8 @@ def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan, results: dict[str,
     # a cache outside the run's folder is this user's choice; it is not written down, since recipes are passed on
     cache = job.recipe.cache_dir
     inside = cache is not None and Path(cache).resolve().is_relative_to(job.output.resolve())
-    written = without_silent_nulls(job.recipe.model_copy(update={"cache_dir": cache if inside else None}))
-    folder.write_json(RECIPE, redacted(written))
+    written = job.recipe.model_copy(update={"cache_dir": cache if inside else None})
+    folder.write_json(RECIPE, redacted(written.model_dump(exclude_none=True)))
     folder.write_json("command.json", redacted({"command": job.command}))
     relative = plan.folder.relative_to(folder.path)
     for name in ("model", "eval", "checkpoint-[0-9]*", "superseded-[0-9]*", "damaged-[0-9]*"):

@@ -32,7 +32,6 @@ from ds_trainer.files.redaction import redacted
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, OutOfMemoryError, UserError, raise_mistakes
-from ds_trainer.recipe.fields import without_silent_nulls
 from ds_trainer.recipe.jobs import TuneJob
 from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.recipe.settings import assign
@@ -370,7 +369,7 @@ def _command(job: TuneJob, settings: Settings, recipe: Recipe, engine: Mapping[s
     cache = job.train.recipe.cache_dir
     plain = recipe.model_copy(update={"output_dir": None, "cache_dir": None, "tensorboard": False})
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(files["recipe"], redacted(without_silent_nulls(plain)))
+    write_json(files["recipe"], redacted(plain.model_dump(exclude_none=True)))
     write_json(files["deepspeed_config"], redacted({key: engine[key] for key in engine if key not in _MONITORS}))
     words = [word for name, path in files.items() for word in (f"--{name}", str(path))]
     words += [*job.train_flags, *(["--cache_dir", cache] if cache else [])]
