@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,72 +10,50 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from support.launching import chosen, run_deepspeed
+from support.launching import run_deepspeed
 
 from ds_trainer.engine.saved_states import MODEL, SavedEngine, _read, weights_of
 from ds_trainer.ranks.failures import UserError
 
-STAGES = range(4)
 TENSORS = ("fp32", "exp_avg", "exp_avg_sq")
 TOLERANCE = {"fp32": 1e-6, "robin": 1e-6, "skipped": 1e-3, "bf16": 1e-3, "fp16": 1e-3, "offload": 1e-3, "fused": 1e-3}
 """Relative tolerance of the losses after loading: other ranks add in another order, and bf16 and fp16 round."""
-MATRIX = ("fp32", "bf16", "fp16")
-CHAINED = chosen(MATRIX, lambda precision: precision == "fp16")
-SAME_RANKS = chosen(
-    [(p, source, target) for p in MATRIX for source, target in ((2, 3), (3, 0), (0, 1))],
-    lambda way: way in (("fp32", 2, 3), ("bf16", 3, 0), ("fp16", 0, 1)),
-)
+STAGES = {"fp32": "00 11 22 33", "bf16": "02 13 20 31", "fp16": "02 13 20 31"}
 WAYS = {
-    2: {"robin": "22 10", "skipped": "20", "offload": "32", "fused": "20 00"},
-    1: {"robin": "22 01", "skipped": "32", "offload": "23", "fused": "02"},
+    2: STAGES | {"robin": "22 10", "skipped": "20", "offload": "32", "fused": "20 00"},
+    1: STAGES | {"robin": "22 01", "skipped": "32", "offload": "23", "fused": "02"},
 }
-"""Pairs of stages, source's and target's, by the ranks of the source, beside those of MATRIX: DeepSpeed's other order
-of parameters, every step skipped so far, optimizer states on the CPU, DeepSpeed's own optimizer."""
+"""Pairs of stages, source's and target's, by the ranks of the source and the kind: the precisions, DeepSpeed's other
+order of parameters, every step skipped so far, optimizer states on the CPU, DeepSpeed's own optimizer. Each stage is a
+source and a target, since reading knows nothing of the target stage, nor filling of the source's."""
 
 
-def name_of(precision: str, stage: int, ranks: int) -> str:
-    return f"{precision}-zero{stage}-ranks{ranks}"
-
-
-def ways_from(ranks: int) -> list[tuple[str, int, int]]:
-    """Return pairs in which each stage is a source once and a target once: in fp32 the same stage, else another.
-
-    Reading knows nothing of the target stage, nor filling of the source's.
-    """
-
-    def is_chosen(way: tuple[str, int, int]) -> bool:
-        precision, source, target = way
-        return (source - target) % 4 == (0 if precision == "fp32" else ranks)
-
-    special = [(kind, int(a), int(b)) for kind, ways in WAYS[ranks].items() for a, b in ways.split()]
-    return chosen(product(MATRIX, STAGES, STAGES), is_chosen) + special
-
-
-def sources_of(ways: list[tuple[str, int, int]]) -> list[tuple[str, int]]:
-    return [*dict.fromkeys((precision, source) for precision, source, _ in ways)]
+def name_of(kind: str, stage: int | str, ranks: int) -> str:
+    return f"{kind}-zero{stage}-ranks{ranks}"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Write sources with 2 ranks; load them with 1 rank, and write its sources; load those with 2 ranks."""
-    folder = tmp_path_factory.mktemp("universal")
-    loads = {n: [[name_of(p, source, n), target] for p, source, target in ways_from(n)] for n in (1, 2)}
-    start = {p: name_of(p, 2, 2) for p in CHAINED}
-    chain_to_1 = [[start[p], 3, start[p] + "+1"] for p in CHAINED]
-    chain_to_2 = [[start[p] + "+1", 2, start[p] + "+2"] for p in CHAINED] + [[start[p] + "+2", 0] for p in CHAINED]
-    across = [[name_of(p, a, 2), b] for p, a, b in SAME_RANKS]
+    """Write sources with 2 ranks; load them with 1 rank, and write its sources; load those with 2 ranks.
+
+    Some are loaded with the same ranks, and one goes from 2 ranks, stage 2, to 1 rank, stage 3, to 2 ranks, stage 2, to
+    stage 0.
+    """
+    folder, results = tmp_path_factory.mktemp("universal"), []
+    ways = {ranks: [(k, *map(int, way)) for k, ways in WAYS[ranks].items() for way in ways.split()] for ranks in WAYS}
+    sources = {ranks: sorted({(kind, source) for kind, source, _ in ways[ranks]}) for ranks in WAYS}
+    loads = {ranks: [[name_of(kind, a, ranks), b] for kind, a, b in ways[ranks]] for ranks in WAYS}
+    start, same_ranks = name_of("fp16", 2, 2), (("fp32", 2, 3), ("bf16", 3, 0), ("fp16", 0, 1))
     plans = [
-        (2, {"sources": sources_of(ways_from(2)), "pairs": across}),
-        (1, {"sources": sources_of(ways_from(1)), "pairs": loads[2] + chain_to_1, "refused": name_of("fp32", 1, 2)}),
-        (2, {"pairs": loads[1] + chain_to_2}),
+        (2, {"sources": sources[2], "pairs": [[name_of(kind, a, 2), b] for kind, a, b in same_ranks]}),
+        (1, {"sources": sources[1], "pairs": [*loads[2], [start, 3, f"{start}+1"]], "refused": name_of("fp32", 1, 2)}),
+        (2, {"pairs": [*loads[1], [f"{start}+1", 2, f"{start}+2"], [f"{start}+2", 0]]}),
     ]
-    results = []
     for ranks, plan in plans:
-        done = run_deepspeed(
-            ranks, "tests/support/reshard_worker.py", str(folder), json.dumps(plan | {"out": f"{len(results)}.json"})
-        )
+        plan["out"] = f"{len(results)}.json"
+        done = run_deepspeed(ranks, "tests/support/reshard_worker.py", str(folder), json.dumps(plan))
         assert done.returncode == 0, done.stderr[-3000:]
-        results.append(json.loads((folder / f"{len(results)}.json").read_text()))
+        results.append(json.loads((folder / plan["out"]).read_text()))
     return folder, results
 
 
@@ -107,8 +84,6 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def test_other_ranks_and_stages_carry_every_bit(kind, launch, runs):
     """fp32 weights, both moments, the step, rates, schedule, loss scale, counts, frozen weights, buffers: saved again,
     they are those of the source. The next two steps have the losses of the run that went on, and nothing is printed.
-
-    A chain goes from 2 ranks, stage 2, to 1 rank, stage 3, to 2 ranks, stage 2, to stage 0.
     """
     folder, results = runs
     for load in results[launch]["loaded"]:
