@@ -31,12 +31,8 @@ JsonFile = str | Path | Mapping[str, Any]
 
 _NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _ENGINE_FILE = dict.fromkeys(_NUMBERS, "auto")
-_WORDS = {f"--{name}": name for name in ("recipe", "deepspeed_config", "output_dir")}
-_WORDS |= {"--overwrite_output_dir": "overwrite=True", "--overwrite": "overwrite=True", "--resume": "resume=True"}
-_WORDS |= {"--plugin": "plugins", "--cut": "spec", "--set ": "", "--model_name_or_path": "model.name_or_path"}
-_WORDS |= {"--task_name": "the task's name", "--data_dir": "the task's data_dir"}
-"""What stands for the flags of the commands in the errors of the functions; the longer of two flags comes first."""
-_FLAGS = re.compile("|".join(map(re.escape, _WORDS)))
+_SWITCH, _FLAG = re.compile(r"--(overwrite|resume)\w*"), re.compile(r"--(\w+)")
+"""The flags that are switches in Python, and all others, in the errors of the commands."""
 
 
 class Results(dict[Any, Any]):
@@ -64,7 +60,7 @@ def _in_python() -> Iterator[None]:
     except Exception as error:
         if hasattr(error, "exit_code"):
             texts = [str(error), *getattr(error, "__notes__", [])]
-            message, *error.__notes__ = (_FLAGS.sub(lambda match: _WORDS[match[0]], text) for text in texts)
+            message, *error.__notes__ = (_FLAG.sub(r"\1", _SWITCH.sub(r"\1=True", text)) for text in texts)
             error.args = (message,)
         raise
 

@@ -182,9 +182,7 @@ shipped_recipe = partial(_shipped, "ds_configs/recipes")
 """Parses a flag that names a recipe."""
 
 
-def read_source(
-    flags: argparse.Namespace, name: str, role: str, read: Callable[[str, str], dict[str, Any]] = read_json
-) -> dict[str, Any]:
+def read_source(flags: argparse.Namespace, name: str, role: str) -> dict[str, Any]:
     """Read the JSON file that a flag names, or copy the object that a Python program gives in its place."""
     source = getattr(flags, name)
     if isinstance(source, Recipe):
@@ -193,7 +191,7 @@ def read_source(
         return parse_json(json.dumps(source, default=str).encode(), role)
     if not source:
         raise UserError(f"{role} is missing: give --{name}")
-    return read(source, role)
+    return read_json(source, role)
 
 
 def names_task(flags: argparse.Namespace) -> bool:

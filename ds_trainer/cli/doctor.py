@@ -153,9 +153,9 @@ def examine(flags: argparse.Namespace, hosts: dict[str, int]) -> list[Row]:
 
 
 def exported_variables(mistakes: list[str]) -> str:
-    """Return shell commands that export what DeepSpeed exports on the hosts: this shell's variables, and those of
-    `.deepspeed_env`, quoted as by DeepSpeed, so that `$PATH` is the host's own.
+    """Return shell commands that export on a host what DeepSpeed exports there.
 
+    These are variables of this shell and those of `.deepspeed_env`, quoted as by DeepSpeed: `$PATH` is the host's own.
     The mistakes in the file are added to `mistakes`. They show nothing of its lines, which may hold secrets.
     """
     path = ":".join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ds_trainer.cli.command import Mistakes, Parser, read_source, shipped_engine, shipped_recipe
-from ds_trainer.engine.engine_file import check_engine_file, read_engine_file
+from ds_trainer.engine.engine_file import check_engine_file
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.messages import cut, shown
 from ds_trainer.files.run_folder import cache_place, check_output_folder, environment_of, placed_engine_file
@@ -82,8 +82,7 @@ def read_train_job(arguments: Sequence[str] = (), **given: Any) -> TrainJob:
     if flags.world and not flags.dry_run:
         mistakes.append("--world is for --dry_run: the launcher says how many ranks train, deepspeed --num_gpus N")
     recipe_file = mistakes.of(read_source, flags, "recipe", "the recipe") or {}
-    engine = (flags, "deepspeed_config", "the engine file", lambda path, _: read_engine_file(path))
-    engine_file = mistakes.of(read_source, *engine) or {}
+    engine_file = mistakes.of(read_source, flags, "deepspeed_config", "the engine file") or {}
     mistakes.raise_all()
     recipe_data, engine_config = copy.deepcopy((recipe_file, engine_file))
     mistakes += apply_flags(flags, recipe_data, engine_config)
