@@ -27,8 +27,8 @@ from figures import ROOT, SHARED, Figure, bert_shape, is_quick, ratio, report, u
 
 from ds_trainer.engine import engine
 from ds_trainer.engine.engine import as_torch
-from ds_trainer.engine.engine_file import read_engine_file
 from ds_trainer.engine.numerics import StepWatch
+from ds_trainer.files.reading import read_json
 from ds_trainer.models.folders import create_folder, train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.ranks import distributed
@@ -134,7 +134,12 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
 def plan_of(words: dict[str, Any], engine_file: Path, folder: Path, source: str) -> PhasePlan:
     """The only phase of a recipe, which starts from the model folder `source` and writes into `folder`."""
     recipe = parse_recipe(words | {"cache_dir": str(folder / "cache"), "model": {"name_or_path": source}})
-    fields = {"recipe": recipe, "engine_config": read_engine_file(str(engine_file)), "output": folder, "world": None}
+    fields = {
+        "recipe": recipe,
+        "engine_config": read_json(str(engine_file), "the engine file"),
+        "output": folder,
+        "world": None,
+    }
     return plan_phase(TrainJob.model_construct(**fields), recipe.phases[0], StartingModels(recipe, folder))
 
 

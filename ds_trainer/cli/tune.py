@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ds_trainer.cli.command import PROJECT, Mistakes, Parser, one_process_mistakes, output_path
+from ds_trainer.cli.command import PROJECT, Mistakes, Parser, one_process_mistakes, output_path, read_source
 from ds_trainer.cli.doctor import doctor_command, read_hostfile
 from ds_trainer.cli.train import apply_flags, read_train_job, source_mistakes, train_parser
-from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, read_engine_file
+from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.messages import listed, shown
 from ds_trainer.files.reading import parse_json, read_json
@@ -68,7 +68,8 @@ def read_tune_job(arguments: Sequence[str]) -> TuneJob:
     if train is None:
         raise UserError("\n".join(mistakes))
     given = train_parser().parse_args(files)
-    recipe_file, engine_file = read_json(given.recipe, "the recipe"), read_engine_file(given.deepspeed_config)
+    recipe_file = read_source(given, "recipe", "the recipe")
+    engine_file = read_source(given, "deepspeed_config", "the engine file")
     apply_flags(given, recipe_file, engine_file)  # without mistakes: the job was read
     metric = flags.metric and flags.metric.removeprefix("eval/")
     last = train.recipe.phases[-1]

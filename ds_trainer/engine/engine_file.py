@@ -9,12 +9,10 @@ DeepSpeed accepts although it then ignores a part of them or trains wrongly. Wha
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ds_trainer.engine import keys
 from ds_trainer.files.messages import shown
-from ds_trainer.files.reading import read_json
 from ds_trainer.recipe.recipe import Phase
 from ds_trainer.recipe.schedules import LrSchedule
 
@@ -87,11 +85,6 @@ SCHEDULES: dict[str, LrSchedule] = {
 SCHEDULERS = (*SCHEDULES, "OneCycle", "LRRangeTest")
 """All of DeepSpeed's; torch's others neither take its optimizers nor have rates that follow from the step."""
 _DEFAULT_WARMUP = 1000  # DeepSpeed's own, for one of these without warmup_num_steps
-
-
-def read_engine_file(path: str | Path) -> dict[str, Any]:
-    """Read the file as DeepSpeed does: Hjson, with comments and trailing commas, and without duplicate keys."""
-    return read_json(path, "the engine file")
 
 
 def check_engine_file(

@@ -13,12 +13,12 @@ from ds_trainer.engine.engine_file import (
     TRAIN,
     Hyperparameters,
     check_engine_file,
-    read_engine_file,
     resolve_engine_file,
     settled_numbers,
     settled_schedule,
 )
 from ds_trainer.engine.keys import key_table
+from ds_trainer.files.reading import read_json
 from ds_trainer.recipe.recipe import Phase
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_comments_and_trailing_commas_are_read(tmp_path):
     """A file with all three kinds of comment and trailing commas gives the object that plain JSON would."""
     text = '{\n// a\n# b\n/* c */ "zero_optimization": {"stage": 2,},\n"train_batch_size": 5e1, }'
     (tmp_path / "engine.json").write_text(text)
-    assert read_engine_file(tmp_path / "engine.json") == zero(2) | {TRAIN: 50}
+    assert read_json(tmp_path / "engine.json", "the engine file") == zero(2) | {TRAIN: 50}
 
 
 @pytest.mark.parametrize("config", [HUGGING_FACE, DEEPSPEED], ids=["hugging_face", "deepspeed"])
@@ -100,7 +100,7 @@ def test_files_that_users_have_are_taken_by_deepspeed_too(config):
 def test_shipped_files_are_good():
     """Every file in ds_configs/ is without mistakes, and resolves with no "auto" left and nothing lost."""
     for path in SHIPPED:
-        config = read_engine_file(path)
+        config = read_json(path, "the engine file")
         assert check_engine_file(config, None, 2) == []
         resolved = resolve_engine_file(config, None, 2, hidden_size=64, total_steps=100, warmup_steps=10)
         assert '"auto"' not in json.dumps(resolved)
