@@ -206,7 +206,7 @@ class Recipe(Strict):
     output_dir: str | None = Field(None, description="the folder of the run; --output_dir in its place")
     cache_dir: str | None = Field(None, description="tokenised data; by default ~/.cache/ds_trainer")
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**31)] = Field(42, description="of weights, order and dropout")
-    tensorboard: bool = Field(True, description="write the records, and the figures, for TensorBoard too")
+    tensorboard: bool = Field(True, description="write the records for TensorBoard too")
     report: bool = Field(True, description="at the end, measure the phases' models side by side and write report.md")
 
     @field_validator("phases", mode="after")

@@ -17,7 +17,6 @@ import numpy as np
 
 from ds_trainer.files.writing import file_aside
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.recipe.task_specs import greater_is_better
 from ds_trainer.report.results import LogRecords
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 INSTALL = "pip install matplotlib markdown-it-py"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c564b")
 """Colours that colour-blind readers can distinguish too (Okabe and Ito, 2008)."""
-MARKERS = "osD^vP*X"
 STYLES = ("-", "--", ":", "-.")
 """Styles that show where one line lies below another."""
 _DPI = 100
@@ -111,32 +109,6 @@ def cut_parts(phase: str, parts: Sequence[Mapping[str, Any]]) -> Figure | None:
     dress(below, "layer", "error of the outputs (%)")
     for axes in (above, below):
         axes.set_ylim(bottom=0)
-    return figure
-
-
-def score_by_cost(metric: str, models: Mapping[str, tuple[float, Mapping[str, float]]]) -> Figure | None:
-    """Draw the score of each model against each of its costs, a panel for each; None if all models cost the same.
-
-    `models` has by name a score and the costs by the titles of their axes.
-    """
-    models = {name: (score, costs) for name, (score, costs) in models.items() if math.isfinite(score)}
-    axis_titles = dict.fromkeys(title for _, costs in models.values() for title in costs)
-    compared = [t for t in axis_titles if len({costs[t] for _, costs in models.values() if t in costs}) > 1]
-    if not compared:
-        return None
-    height = 100 + 300 * len(compared)
-    figure, panels = new_figure(800, height, f"{metric} against cost", len(compared), sharey=True)
-    for axes, title in zip(panels, compared, strict=True):
-        for index, (name, (score, costs)) in enumerate(models.items()):
-            at = ([costs[title]], [score]) if title in costs else ([], [])  # the legend has every model
-            axes.plot(*at, MARKERS[index % 8], color=colour(index), markersize=9, label=label(name))
-        axes.set_xlim(0, 1.05 * max(costs[title] for _, costs in models.values() if title in costs))
-        dress(axes, title, f"{metric} (less is better)" if greater_is_better(metric) is False else metric)
-    # at least 0.02, or 2 % of a score above 1, so that noise does not look like a result
-    scores = [score for score, _ in models.values()]
-    middle = (max(scores) + min(scores)) / 2
-    half = max(1.3 * (max(scores) - min(scores)), 0.02 * max(1, *map(abs, scores))) / 2
-    panels[0].set_ylim(middle - half, middle + half)
     return figure
 
 

@@ -9,12 +9,11 @@ import base64
 import html
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ds_trainer.files.messages import markdown
 from ds_trainer.files.reading import read_object
@@ -25,19 +24,18 @@ from ds_trainer.ranks import distributed
 from ds_trainer.report import figures
 from ds_trainer.report.results import (
     RunFiles,
-    encoder_weights,
-    main_metric,
     number,
     peak_memory,
     read_run,
     side_by_side,
-    timed_models,
     verdict,
 )
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_Plot: TypeAlias = "tuple[str, str, Callable[[], Figure | None]]"
+"""A figure: its name, its caption, and a function that draws it if it has data."""
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MARKUP = re.compile(r"(?<![^\W_])_|_(?![^\W_])|[\\`*\[\]<>|#&!~$]")
 
@@ -53,17 +51,9 @@ def make_report(folder: Path) -> None:
 
 
 def write_report(folder: Path) -> None:
-    """Make the report at the end of a run, on rank 0, and add its figures to TensorBoard; a failure is a warning."""
-    from torch.utils.tensorboard import SummaryWriter
-
+    """Make the report at the end of a run, on rank 0; a failure is a warning."""
     with distributed.as_warning("report"):
-        run = read_run(folder)
-        for plot, figure in _write(run).items():
-            events = folder / "tensorboard" / plot.phase
-            if events.is_dir():
-                step = max((record["step"] for record in run.records.get(plot.phase, [])), default=0)
-                with SummaryWriter(str(events)) as writer:
-                    writer.add_figure(f"plots/{plot.name}", figure, step)
+        _write(read_run(folder))
 
 
 def table_of(run: RunFiles) -> str:
@@ -88,46 +78,29 @@ def latency_notes(run: RunFiles) -> list[str]:
     return [f"Latency of {', '.join(timed)}: median of the calls, {where}: {texts}."]
 
 
-@dataclass(frozen=True)
-class _Plot:
-    """A figure of the report: its phase, its name, its caption, and a function that draws it if it has data."""
-
-    phase: str
-    name: str
-    caption: str
-    draw: Callable[[], Figure | None]
-
-
-def _write(run: RunFiles) -> dict[_Plot, Figure]:
-    """Write the figures and both pages; return the figures that were drawn."""
-    folder, failures = RunFolder(run.folder), list[str]()
-    drawn: dict[_Plot, Figure] = {}
+def _write(run: RunFiles) -> None:
+    """Write the figures and both pages."""
+    folder, failures, captions = RunFolder(run.folder), list[str](), dict[str, str]()
     with distributed.as_warning("the report has no figures", failures):
         figures.check_installed()
-        plots = [
-            _Plot(phase, "score_by_cost", "Score against size and time.", partial(_score_by_cost, run))
-            for phase in list(run.results)[-1:]
-        ]
         for phase in run.phases:
             with distributed.as_warning(f"plots of {phase}", failures):
-                plots.extend(_plots_of(run, phase))  # takes one by one: those before a failure are drawn
-        for plot in plots:
-            with distributed.as_warning(f"plot {plot.name}", failures):
-                if (figure := plot.draw()) is not None:
-                    figures.save(figure, folder.claim(f"plots/{plot.name}.png"))
-                    drawn[plot] = figure
-    page = _page(run, list(drawn), failures)
+                for name, caption, draw in _plots_of(run, phase):
+                    with distributed.as_warning(f"plot {name}", failures):
+                        if (figure := draw()) is not None:
+                            figures.save(figure, folder.claim(f"plots/{name}.png"))
+                            captions[name] = caption
+    page = _page(run, captions, failures)
     write_whole(folder.claim("report.md"), page)
     if (text := _html(run, page)) is not None:
         write_whole(folder.claim("report.html"), text)
-    return drawn
 
 
 def _plots_of(run: RunFiles, phase: str) -> Iterator[_Plot]:
     """Yield the figures that a phase may have, if its log or its model has the data."""
 
     def plot(name: str, caption: str, draw: Callable[..., Figure | None], *data: Any) -> _Plot:
-        return _Plot(phase, f"{_for_file(phase)}.{name}", f"{phase}: {caption}", partial(draw, phase, *data))
+        return f"{_for_file(phase)}.{name}", f"{phase}: {caption}", partial(draw, phase, *data)
 
     records, result = run.records.get(phase, []), run.results.get(phase, {})
     yield plot("loss", "loss, its terms and the learning rates.", figures.losses, records)
@@ -151,26 +124,7 @@ def _for_file(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)
 
 
-def _score_by_cost(run: RunFiles) -> Figure | None:
-    """Draw the main metric of the last phase, and of those with its task, over encoder weights and milliseconds."""
-
-    def task(phase: str) -> Any:
-        return run.spec(phase).get("task") or run.recipe.get("task")
-
-    last, metric = list(run.results)[-1], main_metric(run.results) or ""
-    alike = {name: each for name, each in run.results.items() if metric in each["eval"] and task(name) == task(last)}
-    models: dict[str, tuple[float, dict[str, float]]] = {}
-    for name, each in alike.items():
-        counted = encoder_weights(each)
-        models[name] = each["eval"][metric], {"encoder weights kept": counted[0]} if counted else {}
-    for name, (score, ms) in timed_models(alike).items():
-        batch = list(ms)[-1]
-        if score is not None:
-            models.setdefault(name, (score, {}))[1][f"milliseconds, {batch}"] = ms[batch]
-    return figures.score_by_cost(metric, models)
-
-
-def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
+def _page(run: RunFiles, captions: Mapping[str, str], failures: list[str]) -> str:
     """Return the page in Markdown; text from the run's files is escaped or fenced."""
     parts = [f"# {_escaped(_title(run))}"]
     model, task = run.recipe.get("model") or {}, run.recipe.get("task") or {}
@@ -182,9 +136,9 @@ def _page(run: RunFiles, drawn: Sequence[_Plot], failures: list[str]) -> str:
     with distributed.as_warning("the table of results", failures):
         warnings = [f"{name}: {line}." for name, result in run.results.items() for line in result.get("warnings", [])]
         parts += [table_of(run), *map(_escaped, [*warnings, *latency_notes(run)])]
-    if drawn:
-        parts.append("## Figures")
-        parts += [f"![{_escaped(p.caption)}](plots/{p.name}.png)\n\n{_escaped(p.caption)}" for p in drawn]
+    parts += ["## Figures"] if captions else []
+    for name, caption in captions.items():
+        parts.append(f"![{_escaped(caption)}](plots/{name}.png)\n\n{_escaped(caption)}")
     if (run.folder / "command.json").is_file():
         with distributed.as_warning("command.json", failures):
             command = str(read_object(run.folder / "command.json")["command"])

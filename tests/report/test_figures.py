@@ -20,15 +20,12 @@ if TYPE_CHECKING:
 def every_figure() -> dict[str, Figure | None]:
     """Each kind of figure, with as many entries as it is likely to have."""
     layers = {f"prune/density/layer.{i}.{name}": i / 24 for i in range(24) for name in ("query", "output.dense")}
-    costs = [{"encoder weights kept": 10**6 * i, "milliseconds, batch 32": 50.0 / i} for i in range(1, 10)]
-    long = {f"a_phase_with_a_rather_long_name_{i}": (0.9 - i / 100, cost) for i, cost in enumerate(costs)}
     return {
         "loss": figures.losses("taught", taught()),
         "long_names": figures.losses("a" * 64, [{**row, f"train/lr/*.{'b' * 64}.*": 1e-3} for row in taught()]),
         "readings": figures.readings("taught", taught()),
         "readings_deep": figures.readings("a", [record(n, prune__density=1 / n) | layers for n in (1, 2)]),
         "cut": figures.cut_parts("quarter", parts()),
-        "score": figures.score_by_cost("accuracy", long),
         **{f"exits{n}": figures.exit_curves("exits", "validation", synthetic_exits(n)) for n in (12, 24)},
         "histogram": figures.exit_histogram("exits", "validation", synthetic_exits(24)),
     }
@@ -65,8 +62,6 @@ def test_nothing_is_drawn_of_what_is_not_there():
     assert figures.losses("a", bare) is None
     assert figures.readings("a", [*bare, record(3, eval__accuracy=0.5) | {"memory/resident/rank0": 1}]) is None
     assert figures.cut_parts("a", []) is None
-    for b in ((math.nan, {"weights": 9}), (0.6, {"weights": 10}), (0.6, {})):
-        assert figures.score_by_cost("f1", {"a": (0.5, {"weights": 10}), "b": b}) is None
     exits = synthetic_exits()
     exits["splits"]["validation"]["early_exit"]["exit_counts"] = {}
     assert figures.exit_histogram("a", "validation", exits) is None
@@ -117,28 +112,6 @@ def test_a_cut_is_drawn_by_layer():
     assert [list(line.get_ydata()) for line in figure.axes[1].get_lines()] == [[0, 10, 20], [0, 10, 0]]
 
 
-def test_models_stand_at_their_costs_and_score():
-    """A panel for each cost that differs; the legend names each model, and the axis says where less is better.
-
-    A tenth of a point fills a small part of the panel.
-    """
-    weights, ms = "encoder weights kept", "milliseconds, batch 32"
-    models = {"dense": (0.9, {weights: 10_000_000, ms: 50.0}), "pruned": (0.8, {weights: 1_500_000, ms: 12.5})}
-    figure = figures.score_by_cost("f1", models | {"leaving early": (0.7, {ms: 6.0})})
-    left, right = ({name: line.get_xydata().tolist() for name, line in lines(figure, n).items()} for n in (0, 1))
-    assert left == {"dense": [[10_000_000, 0.9]], "pruned": [[1_500_000, 0.8]], "leaving early": []}
-    assert right == {"dense": [[50, 0.9]], "pruned": [[12.5, 0.8]], "leaving early": [[6, 0.7]]}
-    assert [axes.get_xlabel() for axes in figure.axes] == [weights, ms]
-    alike = {name: (score, costs | {weights: 7}) for name, (score, costs) in models.items()}
-    assert [axes.get_xlabel() for axes in figures.score_by_cost("f1", alike).axes] == [ms]
-    for metric, scores, span in (("f1", (0.9, 0.899), 0.02), ("perplexity", (20.0, 30.0), 13)):
-        near = figures.score_by_cost(metric, {str(score): (score, {weights: score}) for score in scores})
-        low, high = near.axes[0].get_ylim()
-        assert high - low == pytest.approx(span)
-        assert low < min(scores) < max(scores) < high
-        assert near.axes[0].get_ylabel() == metric + " (less is better)" * (metric == "perplexity")
-
-
 def test_exits_stand_at_the_expected_speed_up():
     """Layers over mean layers for curves and policy, layers over its number for a head; what is not finite is left out.
 
@@ -166,8 +139,8 @@ def test_names_are_drawn_as_they_are_written():
     figure = figures.losses("$\\frac$", rows)
     figure.draw_without_rendering()
     assert len(figure.axes[1].get_legend().get_texts()) == 2
-    long = figures.score_by_cost("f1", {f"{'x' * 60}_{number}": (0.5, {"weights": number}) for number in (1, 2)})
-    assert [label[-3:] for label in lines(long)] == ["x_1", "x_2"]
+    long = [record(1, train__loss=1.0, **{f"train/lr/{'x' * 60}_{number}": 1e-4 for number in (1, 2)})]
+    assert [label[-3:] for label in lines(figures.losses("a", long), 1)] == ["x_1", "x_2"]
 
 
 def test_files_have_the_requested_size(tmp_path):

@@ -23,10 +23,8 @@ from ds_trainer.report.results import read_run
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A run with its report, and with TensorBoard files for two of its phases."""
+    """A run with its report."""
     folder = write_run(tmp_path_factory.mktemp("made") / "out")
-    for phase in ("dense", "taught"):
-        (folder / "tensorboard" / phase).mkdir(parents=True)
     write_report(folder)
     return folder
 
@@ -73,27 +71,13 @@ def figures_of(folder: Path) -> set[str]:
 
 
 def test_the_page_has_every_figure_that_the_data_allow(made):
-    """A dense phase has no density, a phase without teacher no agreement; 800 pixels wide, each once on the page.
-
-    TensorBoard has them in the folder of each phase that it has files of, at the last step.
-    """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    """A dense phase has no density, a phase without teacher no agreement; 800 pixels wide, each once on the page."""
     assert figures_of(made) == FIGURES
     page = (made / "report.md").read_text()
     for name in FIGURES:
         assert Image.open(made / "plots" / f"{name}.png").width == 800
         assert page.count(f"](plots/{name}.png)") == 1
     assert not [path for path in made.rglob("*") if path.name.endswith(".tmp")]
-    images = {}
-    for phase in ("dense", "taught"):
-        events = EventAccumulator(str(made / "tensorboard" / phase)).Reload()
-        images[phase] = {tag: events.Images(tag) for tag in events.Tags()["images"]}
-    assert set(images["dense"]) == {"plots/dense.loss"}
-    assert set(images["taught"]) == {f"plots/{name}" for name in FIGURES if name.startswith("taught.")}
-    (image,) = images["taught"]["plots/taught.loss"]
-    assert (image.step, image.width, image.height) == (20, 800, 560)
-    assert not (made / "tensorboard" / "exits").exists()
 
 
 def test_the_page_has_what_a_reader_decides_by(made):
@@ -167,19 +151,19 @@ def test_what_is_broken_is_a_warning_and_the_rest_is_there(run, warnings):
     """Exits that are no JSON, a loss that is no number, a user's image: each is a line on the page."""
     (run / "eval" / "exits.json").write_text('{"layers": [1,')
     (run / "plots").mkdir()
-    (run / "plots" / "score_by_cost.png").write_bytes(b"mine")
+    (run / "plots" / "taught.loss.png").write_bytes(b"mine")
     with (run / "log.jsonl").open("a") as log:
         log.write(json.dumps({"phase": "dense", "step": 4, "train/loss": "high"}) + "\n")
     write_report(run)
     gone = {name for name in FIGURES if name.startswith("exits.exit")} | {"dense.loss"}
     assert figures_of(run) == FIGURES - gone
-    assert (run / "plots" / "score_by_cost.png").read_bytes() == b"mine"
+    assert (run / "plots" / "taught.loss.png").read_bytes() == b"mine"
     messages, page = "\n".join(warnings), (run / "report.md").read_text()
-    assert "(plots/score_by_cost.png)" not in page
+    assert "(plots/taught.loss.png)" not in page
     for cause in ("plots of exits: ", "exits.json cannot be read", "plot dense.loss: "):
         assert cause in messages
         assert cause in page
-    assert "plots/score_by_cost.png exists and was not written by this program" in messages
+    assert "plots/taught.loss.png exists and was not written by this program" in messages
     (run / "all_results.json").write_text("{")
     write_report(run)
     assert "all_results.json cannot be read" in warnings[-1]
@@ -209,16 +193,7 @@ def test_of_a_step_logged_twice_the_last_holds(run, warnings):
 
 
 def test_a_run_that_is_not_done_has_a_report(run):
-    """From its log alone, before any phase has finished; the second phase's model is not taken for the last's.
-
-    Phases of other tasks are not compared with the last one.
-    """
-    recipe = json.loads((run / "recipe.json").read_text())
-    for phase in recipe["phases"][:2]:
-        phase["task"] = {"name": "sst2"}
-    (run / "recipe.json").write_text(json.dumps(recipe))
-    write_report(run)
-    assert "score_by_cost" not in figures_of(run)
+    """From its log alone, before any phase has finished; the second phase's model is not taken for the last's."""
     results = json.loads((run / "all_results.json").read_text())
     del results["exits"]
     (run / "all_results.json").write_text(json.dumps(results))

@@ -12,7 +12,6 @@ BERT = ("attention.self.query", "attention.self.key", "attention.self.value", "a
 FEED_FORWARD = ("intermediate.dense", "output.dense")
 NAMES = [f"bert.encoder.layer.{i}.{m}" for i in range(3) for m in (*BERT, *FEED_FORWARD)]
 FIGURES = {
-    "score_by_cost",
     "dense.loss",
     *(f"taught.{name}" for name in ("loss", "readings", "cut")),
     *(f"exits.{name}" for name in ("loss", "exits", "exit_histogram")),
