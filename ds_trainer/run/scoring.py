@@ -166,18 +166,15 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
         weights = weights_of(saved.path, getattr(torch, DTYPES[identity["the precision"]]))
 
         def rebuild() -> tuple[nn.Module, list[Technique]]:
-            """Rebuild the model of the phase; the weights of the checkpoint must have its names and shapes."""
+            """Rebuild the model of the phase, whose names and shapes the weights of the checkpoint must have."""
             model, attached = built.rebuild(state["techniques"])
-            shapes, saved_shapes = (
-                {name: value.shape for name, value in w.items()} for w in (model.state_dict(), weights)
-            )
-            different = sorted(name for name in {*shapes, *saved_shapes} if shapes.get(name) != saved_shapes.get(name))
-            if different:
+            try:
+                model.load_state_dict(weights)
+            except RuntimeError as error:
                 raise UserError(
                     f"the weights of {saved.path} do not go into the model that {source} gives for the task "
-                    f"{task.spec.name}: {', '.join(different[:4])} differ; the phase started from another model, or "
-                    f"the task is another one"
-                )
+                    f"{task.spec.name}: the phase started from another model, or the task is another one ({error})"
+                ) from error
             return model, attached
 
         results = export_state_dict(weights, rebuild, task, step, folder, phase.shrink)
