@@ -37,10 +37,6 @@ _LEFT_OUT = dict[tuple[str, str], str]()
 """What is left out of a source, in words, by its settings and its content: to know it, all records are read."""
 
 
-class NoExamplesError(UserError):
-    """A source has no records, or all of them are left out."""
-
-
 class Row(NamedTuple, Generic[T]):
     """What `parse` makes of a record; the number of its line or row in the source, from 1; its number in the split."""
 
@@ -72,7 +68,7 @@ class Records(ABC, Generic[T]):
     left_out: dict[str, list[int]]
 
     def rows(self, most_mistakes: int = _MOST_MISTAKES) -> Iterator[Row[T]]:
-        """Yield the examples; one `UserError` lists the first mistakes, and to yield none is a `NoExamplesError`."""
+        """Yield the examples; one `UserError` lists the first mistakes, and to yield none is one, too."""
         self.read, mistakes = 0, list[str]()
         for number, cells in self._complete():
             try:
@@ -87,7 +83,7 @@ class Records(ABC, Generic[T]):
         raise_mistakes(mistakes)
         if not self.read:
             why = self.what_is_left_out() or "it is empty, or holds only a header"
-            raise NoExamplesError(f"{self.origin} has no examples: {why}")
+            raise UserError(f"{self.origin} has no examples: {why}")
 
     def check(self) -> None:
         """Raise what reading would raise up to the first record."""

@@ -97,7 +97,7 @@ def test_what_is_dropped_is_counted_and_told(build: Any, caplog: pytest.LogCaptu
     examples = task.examples("train")
     tokens = int(examples.lengths.sum())
     assert (
-        f"text.txt: 6 lines kept; 1 left out, whose 'text' is empty (line 3); "
+        f"text.txt: 6 documents kept; 1 left out, whose 'text' is empty (line 3); "
         f"6 documents (0 split) give 3 examples of {tokens} tokens; 2 parts shorter than min_seq_length (6) "
         f"and 1 of unknown tokens (max_unknown 0.5) are dropped"
     ) in caplog.text

@@ -53,24 +53,20 @@ def test_a_line_a_file_or_a_record_is_a_document(tmp_path: Path) -> None:
 
 
 def test_a_file_may_give_nothing_where_another_gives_a_text(tmp_path: Path) -> None:
-    """The summary says what each of the first files gave; where none gives a text, one error names them all."""
+    """The summary says what was left out; a mistake names its file; where none gives a text, it is an error."""
     write(tmp_path, "a.txt", "")
     write(tmp_path, "b.jsonl", '{"text": ""}\n')
     spec = spec_of(tmp_path, "?.*")
-    with pytest.raises(ValueError, match=r"a\.txt has no examples: it is empty.*\n.*b\.jsonl has no examples"):
+    with pytest.raises(ValueError, match=r"a\.txt and 1 more files has no examples: 1 left out, whose 'text' is empty"):
         read(spec)
     write(tmp_path, "c.txt", "one\n\n \ntwo\n\n\n")
-    write(tmp_path, "d.txt", "text\n")
     assert check_data_files(spec) == []
     source = records(spec, "train")
-    assert [row.value for row in source.rows()] == ["one", "two", "text"]
-    gave = [
-        f"{tmp_path}/a.txt: 0 lines kept",
-        f"{tmp_path}/b.jsonl: 0 lines kept; 1 left out, whose 'text' is empty (line 1)",
-        f"{tmp_path}/c.txt: 2 lines kept; 4 left out, whose 'text' is empty (lines 2, 3, 5, ...)",
-        "1 more files",
-    ]
-    assert source.summary() == "; ".join(gave)
+    assert [row.value for row in source.rows()] == ["one", "two"]
+    assert source.summary() == "2 documents kept; 5 left out, whose 'text' is empty (lines 1, 2, 3, ...)"
+    write(tmp_path, "b.jsonl", '{"text": 5}\n')
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 1: 'text' is a whole number, and must be text"):
+        read(spec)
 
 
 def test_a_pattern_reads_its_files_by_name(tmp_path: Path) -> None:

@@ -15,16 +15,13 @@ from typing import Any
 
 from ds_trainer.files.messages import kind_of, quoted
 from ds_trainer.files.reading import content_hash
-from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.records import (
     TABLES,
     FileRecords,
     HubRecords,
-    NoExamplesError,
     Record,
     Records,
-    Row,
     file_of,
     find_file,
     in_data_dir,
@@ -50,43 +47,42 @@ def training_texts(spec: LmSpec) -> list[str]:
 
 def records(spec: LmSpec, split: str, read: Read = as_text) -> Records[Any]:
     """Return the source of a split: its texts but blank ones, or with messages_column what `read` makes of them."""
-    parse, sources = partial(_document, spec, read), list[Records[Any]]()
+    parse, columns = partial(_document, spec, read), [spec.column]
     if spec.dataset:
-        sources.append(HubRecords(spec.dataset, split, [spec.column], parse, missing=()))
-    else:
-        if split != "train" and spec.name == "mlm" and spec.train_file:
-            files(spec, "train")  # whose tokens are counted before any split can be masked: they must be there
-        for path in files(spec, split):
-            is_table = path.suffix.lower() in TABLES
-            kind = FileRecords if is_table else _Lines if spec.line_by_line else _WholeText
-            sources.append(kind(path, [spec.column], parse, missing=()))
-    return Corpus(sources)
+        return Corpus([HubRecords(spec.dataset, split, columns, parse)], columns, parse)
+    if split != "train" and spec.name == "mlm" and spec.train_file:
+        files(spec, "train")  # whose tokens are counted before any split can be masked: they must be there
+    sources = list[Records[Any]]()
+    for path in files(spec, split):
+        is_table = path.suffix.lower() in TABLES
+        kind = FileRecords if is_table else _Lines if spec.line_by_line else _WholeText
+        sources.append(kind(path, columns, parse))
+    return Corpus(sources, columns, parse)
 
 
 class Corpus(Records[Any]):
-    """The documents of several sources, one after another. A source may give none, but not all of them."""
+    """The documents of several sources, one after another, but blank ones."""
 
-    unit = "document"
+    unit, missing = "document", ()
 
-    def __init__(self, sources: Sequence[Records[Any]]) -> None:
-        self.sources = sources
-        self.origin = sources[0].origin + (f" and {len(sources) - 1:,} more files" if len(sources) > 1 else "")
-
-    def rows(self, most_mistakes: int = 20) -> Iterator[Row[Any]]:
-        """Yield the documents; an error in a file is raised when its line is reached."""
-        nothing = list[str]()
-        for source in self.sources:
-            try:
-                yield from source.rows(most_mistakes)
-            except NoExamplesError as error:  # noqa: PERF203 - a corpus has few files
-                nothing.append(str(error))
-        if len(nothing) == len(self.sources):
-            raise UserError("\n".join(nothing))
+    def __init__(self, sources: Sequence[Records[Any]], columns: Sequence[str], parse: Callable[[Record], Any]) -> None:
+        self.sources, self.columns, self.parse = sources, columns, parse
+        self._current, more = sources[0], len(sources) - 1
+        self.origin = self._current.origin + (f" and {more:,} more files" if more else "")
+        self.entry = self._current.entry
 
     def check(self) -> None:
         """Raise what reading would raise up to the first document; the hub is left alone."""
-        if not isinstance(self.sources[0], HubRecords):
+        if not isinstance(self._current, HubRecords):
             super().check()
+
+    def fingerprint(self) -> str:
+        """Return a hash of the sources alone: blank documents were left out in every version."""
+        return self._source_hash()
+
+    def place(self, number: int) -> str:
+        """Return where a record of the source that is being read stands."""
+        return self._current.place(number)
 
     def _source_hash(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -97,14 +93,9 @@ class Corpus(Records[Any]):
         return digest.hexdigest()
 
     def _read(self) -> Iterator[tuple[int, Record]]:
-        return (record for source in self.sources for record in source._read())
-
-    def summary(self) -> str:
-        """Return in words what the first three files gave, and what was left out of them."""
-        if len(self.sources) == 1:
-            return self.sources[0].summary()
-        more = [f"{len(self.sources) - 3:,} more files"] if len(self.sources) > 3 else []
-        return "; ".join([*(f"{source.origin}: {source.summary()}" for source in self.sources[:3]), *more])
+        for source in self.sources:
+            self._current = source
+            yield from source._read()
 
 
 class _WholeText(FileRecords[Any]):
