@@ -68,7 +68,7 @@ def test_any_model_is_masked_trained_and_folded(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_and_neurons_are_masked_trained_and_folded(family):
+def test_heads_and_neurons_are_masked_and_folded(family):
     """The scores' gradient is that of gates on what enters the outer matrix, in plain autograd; what fell gets none in
     any inner matrix. The folded model is plain, computes the same, and has zeros in all matrices of what fell."""
     granularity = NEURONS_ALONE if family == "deberta-v2" else "hybrid"
