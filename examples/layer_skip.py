@@ -30,10 +30,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ds_trainer import Technique, UserError
-from ds_trainer.models.layers import encoder_layers
+from ds_trainer.models.layers import LayerStates, encoder_layers
 from ds_trainer.recipe.fields import Positive, Share, Strict
 from ds_trainer.tasks.task import Forward, Predict, Task
-from ds_trainer.techniques.layer_states import LayerStates
 from ds_trainer.techniques.technique import PhaseLength
 
 

@@ -1,4 +1,4 @@
-"""The layers of the models of `transformers`: find them and their blocks, swap modules, count and gather weights.
+"""The layers of the models of `transformers`: find and swap them and their blocks, count and gather weights, hook in.
 
 No model code is copied: techniques change the modules that `transformers` has built. The blocks of each family are
 listed in `shrunk_model.py`, since that file is copied into model folders; this library imports them from here.
@@ -6,9 +6,10 @@ listed in `shrunk_model.py`, since that file is copied into model folders; this 
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -264,3 +265,49 @@ def _recomputing() -> Iterator[None]:
         yield
     finally:
         _RECOMPUTING.reset(token)
+
+
+class LayerStates:
+    """Adds to each output of a model its `layer_states`: the outputs (batch, length, width) of chosen layers, by layer.
+
+    The states travel with the output that was computed from them, so another forward of the model, such as one that
+    another technique makes for its view, does not replace them. The input of the next layer counts as the output of a
+    layer, also where something lies between the two (the convolution of DeBERTa).
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[int]) -> None:
+        self._states: dict[int, Tensor] = {}
+        self._hooks = [after_layer(model, layer, partial(self._keep, layer)) for layer in layers]
+        self._hooks.append(model.register_forward_hook(self._hand_over))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keep(self, layer: int, args: Any, kwargs: Any) -> None:
+        if not is_recomputing():  # that would keep the states of a batch whose backward is under way
+            self._states[layer] = args[0] if args else kwargs["hidden_states"]
+
+    def _hand_over(self, model: nn.Module, args: Any, output: Any) -> None:
+        output.layer_states, self._states = self._states, {}
+
+
+def after_layer(model: nn.Module, layer: int, call: Callable[[Any, Any], Any]) -> Any:
+    """Register a hook that runs `call` with the arguments that the model passes on after a layer; return its handle.
+
+    For all layers but the last these are the arguments (positional, by name) of the next layer, and `call` may return
+    others in their place. For the last layer they are its output alone.
+    """
+    modules = list(encoder_layers(model).values())
+    if layer < len(modules):
+        return modules[layer].register_forward_pre_hook(partial(_before_next, call), with_kwargs=True)
+    return modules[-1].register_forward_hook(partial(_after_last, call))
+
+
+# Hooks are partials of functions, not closures: a copy of a model then has hooks that call the copy.
+def _before_next(call: Callable[[Any, Any], Any], _: Any, args: Any, kwargs: Any) -> Any:
+    return call(args, kwargs)
+
+
+def _after_last(call: Callable[[Any, Any], Any], _: Any, args: Any, output: Any) -> None:
+    call((output[0] if isinstance(output, tuple) else output,), {})

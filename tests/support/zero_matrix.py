@@ -41,7 +41,7 @@ from ds_trainer.engine import engine
 from ds_trainer.engine.engine import as_torch, parameter_groups
 from ds_trainer.engine.engine_file import Hyperparameters
 from ds_trainer.models.folders import train_tokenizer
-from ds_trainer.models.layers import set_recomputing, whole_state_dict
+from ds_trainer.models.layers import LayerStates, set_recomputing, whole_state_dict
 from ds_trainer.models.pretrained import CLASSIFIER
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks import distributed
@@ -54,7 +54,6 @@ from ds_trainer.run.phase import PhasePlan
 from ds_trainer.tasks.data import BatchPlan
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.task import Batch, Forward
-from ds_trainer.techniques.layer_states import LayerStates
 from ds_trainer.techniques.registry import build_techniques
 from ds_trainer.techniques.technique import PhaseLength
 

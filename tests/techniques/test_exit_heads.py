@@ -11,6 +11,7 @@ from support.exit_models import FAMILIES, LAYERS, SMALL, WIDTH, classifier, pad_
 from support.launching import chosen
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from ds_trainer.models.layers import LayerStates
 from ds_trainer.recipe.exit_specs import EXITS_FILE, ExitPolicy, SavedExits
 from ds_trainer.techniques.exits.early_exit import (
     HEADS_FILE,
@@ -21,7 +22,6 @@ from ds_trainer.techniques.exits.early_exit import (
     read_exits,
     save_heads,
 )
-from ds_trainer.techniques.layer_states import LayerStates
 
 POLICY = ExitPolicy(criterion="entropy", thresholds=[0.1, 0.2])
 POLICY_OF_ONE = ExitPolicy(criterion="patience", patience=2)

@@ -36,12 +36,11 @@ from transformers.utils import ModelOutput
 
 from ds_trainer.files.writing import write_whole
 from ds_trainer.models.folders import as_user_error
-from ds_trainer.models.layers import encoder_layers
+from ds_trainer.models.layers import LayerStates, after_layer, encoder_layers
 from ds_trainer.models.pretrained import TOKEN_CLASSIFIER, load_trained
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.exit_specs import EXITS_FILE, Criterion, ExitPolicy, Pooling, SavedExits
 from ds_trainer.recipe.recipe import saved_exits
-from ds_trainer.techniques.layer_states import LayerStates, after_layer
 
 HEADS_FILE = "exit_heads.safetensors"
 _NOT_BY_SAMPLE = frozenset({"rel_embeddings"})

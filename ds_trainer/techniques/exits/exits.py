@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.models.layers import encoder_layers
+from ds_trainer.models.layers import LayerStates, encoder_layers
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.exit_specs import ExitsSpec, SavedExits, aim_mistakes, policy_of
@@ -25,7 +25,6 @@ from ds_trainer.recipe.recipe import GroupRule
 from ds_trainer.tasks.task import Forward, Predict, Task
 from ds_trainer.techniques.exits.early_exit import has_exits, load_heads, new_heads, read_exits, save_heads
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits
-from ds_trainer.techniques.layer_states import LayerStates
 from ds_trainer.techniques.technique import Measured, PhaseLength, Technique
 
 _HEADS = "exit_heads"
