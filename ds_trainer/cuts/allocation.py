@@ -89,12 +89,9 @@ def check_budget(places: Mapping[str, CutBlock], prices: Prices, spec: CutSpec) 
         )
 
 
+@torch.no_grad()
 def allocate(
-    model: Any,
-    places: Mapping[str, CutBlock],
-    prices: Prices,
-    calibration: Calibration,
-    spec: CutSpec,
+    model: Any, places: Mapping[str, CutBlock], prices: Prices, calibration: Calibration, spec: CutSpec
 ) -> dict[str, int]:
     """Return how many decisions each block of `cut_places` keeps; collective. The model stays as it is.
 
@@ -117,7 +114,12 @@ def allocate(
     dense, curves = calibration.answers(model), dict[str, Curve]()
     for name, place in progress(places.items(), "measuring the loss of cuts of one block", "block"):
         errors, replacements = trials[name]
-        losses = _measured_losses(model, place, replacements, dense, calibration)
+        before = {key: value.clone() for key, value in place.outer.state_dict().items()}
+        losses = {}
+        for size, replacement in replacements.items():
+            replacement.write(place.outer)
+            losses[size] = calibration.divergence(dense, calibration.answers(model))
+        place.outer.load_state_dict(before)
         curves[name] = _curve(place, errors, losses)
     model.cpu()
     counts = cheapest_sizes(curves, prices)
@@ -127,20 +129,6 @@ def allocate(
         if kept and not any(kept):
             distributed.warn(f"cut: no {noun} remains in any layer: {remedy} {target} (now {share:.3g})")
     return counts
-
-
-@torch.no_grad()
-def _measured_losses(
-    model: Any, place: CutBlock, replacements: Mapping[int, Replacement], dense: Any, calibration: Calibration
-) -> dict[int, float]:
-    """Return how far the model's answers move from the dense ones with one block replaced, by size; collective."""
-    before = {key: value.clone() for key, value in place.outer.state_dict().items()}
-    losses = {}
-    for size, replacement in replacements.items():
-        replacement.write(place.outer)
-        losses[size] = calibration.divergence(dense, calibration.answers(model))
-    place.outer.load_state_dict(before)
-    return losses
 
 
 def _curve(place: CutBlock, errors: NDArray[np.float64], losses: Mapping[int, float]) -> Curve:

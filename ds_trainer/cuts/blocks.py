@@ -97,11 +97,7 @@ class OuterCut:
 
 
 def cut_blocks(
-    model: Any,
-    places: Mapping[str, CutBlock],
-    counts: Mapping[str, int],
-    calibration: Calibration,
-    spec: CutSpec,
+    model: Any, places: Mapping[str, CutBlock], counts: Mapping[str, int], calibration: Calibration, spec: CutSpec
 ) -> list[CutRecord]:
     """Cut each block of `cut_places` to its count, in place: removed heads and neurons are zeros of the outer weight.
 

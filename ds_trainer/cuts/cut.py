@@ -77,7 +77,7 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
     started = time.perf_counter()
     check_trained(task, source, spec)
     torch.manual_seed(seed)  # for a head that is not trained: every rank must cut the same model
-    model = task.build_model(source)
+    model: Any = task.build_model(source)
     before, examples, records, sizes = model.num_parameters(), 0, list[CutRecord](), dict[str, Any]()
     if spec.cuts_layers:
         examples = min(spec.calibration_examples, len(task.examples("train")))

@@ -174,10 +174,7 @@ def by_example(values: Tensor, tokens: torch.Size) -> Tensor:
 
 @torch.no_grad()
 def observe(
-    model: Any,
-    modules: Mapping[str, nn.Module],
-    calibration: Calibration,
-    see: Callable[[str, Tensor, Tensor], object],
+    model: Any, modules: Mapping[str, nn.Module], calibration: Calibration, see: Callable[[str, Tensor, Tensor], object]
 ) -> None:
     """Run the model without its head on the device, and show what each call of these modules is given and gives.
 

@@ -347,7 +347,7 @@ def _known_blocks(model: Any, layer: nn.Module) -> tuple[Block, ...]:
 
 def _check_sizes(sizes: Any, whole: Mapping[str, Sequence[int]]) -> None:
     for name, most in whole.items():
-        counts = sizes.get(name) if isinstance(sizes, Mapping) else None
+        counts: Any = sizes.get(name) if isinstance(sizes, Mapping) else None
         listed = isinstance(counts, list | tuple) and len(counts) == len(most)
         if not listed or not all(type(n) is int and 0 <= n <= limit for n, limit in zip(counts, most, strict=True)):
             raise ShrunkSizesError(
