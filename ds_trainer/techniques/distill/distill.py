@@ -32,7 +32,7 @@ from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks import losses
 from ds_trainer.tasks.losses import TopK
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
-from ds_trainer.techniques.distill.teacher import Outputs, Teacher, announce, cached_teacher, remembering, teacher_ids
+from ds_trainer.techniques.distill.teacher import Outputs, Teacher, cached_teacher, remembering, teacher_ids
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _PROJECTION = "distill_projection"
@@ -111,8 +111,6 @@ class Distill(Technique):
         self._teacher = Teacher(self.task, self.spec, device, self._teacher_ids)
         # a rehearsal takes its batches again: what it computes once stands for what training reads from the cache
         self._targets = remembering(self._teacher) if self.spec.cache_teacher else self._teacher
-        if self.spec.top_k:
-            announce(self._teacher)
 
     def bytes_held(self) -> tuple[int, int]:
         """Return the size of the teacher, whole or partitioned. One whose answers are cached is gone in training."""

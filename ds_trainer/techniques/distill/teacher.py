@@ -187,8 +187,6 @@ def cached_teacher(teacher: Teacher) -> Callable[[Batch], Outputs]:
     )
     folder = task.cache_dir.expanduser() / f"teacher-{key}"
     if not distributed.on_main(lambda: open_arrays(folder) is not None):
-        if spec.top_k:
-            announce(teacher)
         _fill(teacher, folder)
     opened = open_arrays(folder)
     everywhere = all(distributed.broadcast(distributed.gather(opened is not None)))
@@ -197,19 +195,6 @@ def cached_teacher(teacher: Teacher) -> Callable[[Batch], Outputs]:
             f"the teacher's outputs in {folder} are not seen by every rank: set cache_dir to a shared folder"
         )
     return partial(_read, opened[0], teacher)
-
-
-def announce(teacher: Teacher) -> None:
-    """Log what a cache with `top_k` takes on disk before it is filled."""
-    k, labels = teacher.spec.top_k, int(teacher.label_offsets[-1])
-    size = bytes_per_token(k, teacher.vocabulary)
-    total = f"{size * labels / 1e6:,.1f} MB for the {labels:,} labels of the training set"
-    distributed.info(f"cache_teacher: top_k {k} takes {size} bytes a token, {total}")
-
-
-def bytes_per_token(k: int, vocabulary: int) -> int:
-    """Return the size of a record of the `k` likeliest tokens."""
-    return 2 * (k + 1) + -(-k * _bits(vocabulary) // 8)
 
 
 def pack(top: TopK, vocabulary: int) -> Array:
