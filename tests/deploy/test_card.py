@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import huggingface_hub
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard, RepoUrl
+from huggingface_hub.utils import filter_repo_objects
 from support.launching import ROOT
 
 from ds_trainer.cli.command import run_command
@@ -72,57 +69,29 @@ def test_a_card_of_the_user_stays(run, tmp_path):
     assert list(run.rglob(CARD)) == [mine]
 
 
-class _Hub(BaseHTTPRequestHandler):
-    """What huggingface_hub asks of the hub to upload a folder of small files, which a commit has in base64.
-
-    It has one account, `me`, and room for nothing but `me/small`.
-    """
-
-    files: dict[str, bytes]
-
-    def do_GET(self) -> None:
-        listed = [{"type": "file", "path": name, "size": 1, "oid": "1"} for name in self.files]
-        self._answer(200, listed if "/tree/" in self.path else {})
-
-    def do_POST(self) -> None:
-        body, step = self.rfile.read(int(self.headers["Content-Length"])), self.path.split("?")[0].split("/")[-2:]
-        allowed, here = step[0] not in ("preupload", "commit") or "me/small" in self.path, self.headers["Host"]
-        answer: dict[str, object] = {"commitUrl": f"http://{here}/me/small/commit/1", "commitOid": "1"}
-        if step == ["repos", "create"]:
-            name = json.loads(body)
-            allowed = name["organization"] == "me"
-            answer = {"url": f"http://{here}/{name['organization']}/{name['name']}"}
-        elif step[0] == "preupload":
-            regular = {"uploadMode": "regular", "shouldIgnore": False}
-            answer = {"files": [{"path": file["path"], **regular} for file in json.loads(body)["files"]]}
-        elif step[0] == "commit":
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                elif line["key"] == "deletedFile":
-                    del self.files[line["value"]["path"]]
-        self._answer(200 if allowed else 403, answer)
-
-    def _answer(self, code: int, answer: object) -> None:
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 @pytest.fixture
-def hub(monkeypatch):
-    """A stand-in of the hub; the files of its repository are in `files`."""
-    server = HTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"files": {}}))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
-    yield server.RequestHandlerClass
-    server.shutdown()
-    server.server_close()
+def hub(monkeypatch) -> dict[str, bytes]:
+    """The files of the only repository, `me/small`, of a hub that takes no others."""
+    files: dict[str, bytes] = {}
+
+    def create_repo(_, name: str, exist_ok: bool) -> RepoUrl:
+        if not name.startswith("me/"):
+            raise OSError("403 Forbidden")
+        return RepoUrl(f"https://huggingface.co/{name}")
+
+    def upload_folder(
+        _, repo_id: str, folder_path: Path, ignore_patterns: list[str], delete_patterns: list[str]
+    ) -> None:
+        if repo_id != "me/small":
+            raise OSError("403 Forbidden")
+        for name in filter_repo_objects([*files], allow_patterns=delete_patterns):
+            del files[name]
+        for name in filter_repo_objects([path.name for path in folder_path.iterdir()], ignore_patterns=ignore_patterns):
+            files[name] = (folder_path / name).read_bytes()
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    return files
 
 
 def test_a_folder_is_sent_to_the_hub_when_asked(run, hub, tmp_path, capsys, monkeypatch):
@@ -139,15 +108,15 @@ def test_a_folder_is_sent_to_the_hub_when_asked(run, hub, tmp_path, capsys, monk
     folder, out, kept = run / "prune" / "model", tmp_path / "out", {"mine.txt": b"mine"}
     (folder / "cut.json").write_text("{}")
     assert run_command(export_command, [str(folder), "--compact", "fp16", "--output_dir", str(out)]) == 0
-    assert hub.files == {}
-    hub.files |= kept
+    assert hub == {}
+    hub |= kept
     for sent, more in ((folder, []), (out, ["--compact", "fp16", "--output_dir", str(out), "--overwrite"])):
         assert run_command(export_command, [str(folder), *more, "--push_to_hub", "me/small"]) == 0
-        assert hub.files == files_of(sent)
-        assert ModelCard(hub.files[CARD].decode()).data.base_model == "google/bert_uncased"
+        assert hub == files_of(sent)
+        assert ModelCard(hub[CARD].decode()).data.base_model == "google/bert_uncased"
     monkeypatch.setattr("ds_trainer.run.run.run", lambda job: {})
     train(read_train_job(training(run, "me/small")))
-    assert hub.files == files_of(run / "model")
+    assert hub == files_of(run / "model")
     assert (run / "model" / "exits.json").exists()
     assert run_command(export_command, [str(folder), "--push_to_hub", "me/full"]) == 2
     assert f"--push_to_hub me/full: {folder} is whole here, and was not sent: " in capsys.readouterr().err
