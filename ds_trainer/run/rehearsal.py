@@ -10,7 +10,6 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,6 @@ def _rehearsed(
         distributed.warn(f"{phase.name}: {warning}")
     description: dict[str, Any] = {
         "phase": phase.name,
-        "data": task.key("train"),
         "starts_from": plan.source,
         "steps": {"total": plan.length.total, "warmup": plan.length.warmup},
         "engine_file": plan.engine_config,
@@ -107,10 +105,6 @@ def _rehearsed(
             description["time"] = measure_time(plan, prepared)
             memory = measure_memory(plan, prepared, sizes, process)
         description["memory_per_rank"] = memory.describe(plan.engine_config, phase.gradient_checkpointing)
-        gpus = torch.cuda.device_count()
-        of_a_gpu = torch.cuda.mem_get_info()[1] if gpus else 0
-        on = {"gpus": gpus, "bytes_of_a_gpu": of_a_gpu, "hidden_size": task.hidden_size}
-        description["measured"] = {"memory": asdict(memory), **on}  # for the arithmetic of other engine files
     return description
 
 

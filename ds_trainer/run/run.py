@@ -20,7 +20,7 @@ from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.pretrained import dtype_of
-from ds_trainer.ranks import distributed, machine
+from ds_trainer.ranks import distributed
 from ds_trainer.ranks.joining import joined
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.recipe.jobs import TrainJob
@@ -85,8 +85,8 @@ def run(job: TrainJob) -> dict[str, Any]:
 def dry_run(job: TrainJob) -> str:
     """Return what would be done as a table; or as JSON, with both files resolved and what each rank holds."""
     with joined():
-        phases, session = rehearse_phases(job), machine.session()
-    whole = {"recipe": job.recipe.model_dump(), "machine": session, "phases": phases}
+        phases = rehearse_phases(job)
+    whole = {"recipe": job.recipe.model_dump(), "phases": phases}
     return json.dumps(redacted(whole), indent=2) if job.dry_run == "json" else dry_run_table(phases)
 
 

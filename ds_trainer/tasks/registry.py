@@ -45,6 +45,11 @@ def check_data_files(spec: TaskBase, splits: Sequence[str] | None = None) -> lis
     return list(dict.fromkeys(mistakes))
 
 
+def fingerprint_of(spec: TaskBase) -> str:
+    """Return a hash of where a task's training examples come from. One rank can call it alone."""
+    return str(_data_of(spec).records(spec, "train").fingerprint())
+
+
 def training_texts(spec: TaskBase) -> list[str]:
     """Return every text of the training split, for training a tokenizer. One rank can call it alone."""
     return list(_data_of(spec).training_texts(spec))

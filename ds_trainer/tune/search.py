@@ -44,7 +44,7 @@ def tune(job: TuneJob) -> Trial:
     UserError where the budget does not suffice to compare anything.
     """
     started = time.monotonic()
-    search = Search(job, trials.measure_machine(job), started)
+    search = Search(job, trials.prepare(job), started)
     best, note = best_score(search) if job.metric else fastest(search)
     write_results(job, search.trials, best, note)
     return best
@@ -79,18 +79,16 @@ class Search:
     ) -> Trial | None:
         """Return what becomes of a candidate; None where a trial would probably not end within this part of the budget.
 
-        Nothing is run for settings that are a mistake, lack memory by arithmetic, were tried in other words, or were
-        measured by an earlier call of the same command. `again` numbers the trials after a candidate's first.
+        Nothing is run for settings that are a mistake, were tried in other words, or were measured by an earlier call
+        of the same command. `again` numbers the trials after a candidate's first.
         """
         try:
-            key, lack = trials.plan(self.job, self.machine, settings)
+            key = trials.key_of(self.job, self.machine, settings)
         except UserError as error:
             return self._noted(Trial(settings, trials.REFUSED, str(error)))
         known = next((trial for trial in self.trials if trial.key == key), None)
         if known and not again:
             return known
-        if lack:
-            return self._noted(Trial(settings, trials.NO_MEMORY, lack, key=key))
         folder = self.job.output / "trials" / (f"{key[:12]}-{again}" if again else key[:12])
         name, record = label(settings), folder / "trial.json"
         trial = Trial(**read_object(record)) if record.is_file() else None

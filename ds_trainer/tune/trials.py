@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,9 +26,8 @@ from statistics import harmonic_mean
 from typing import Any
 
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, check_engine_file, resolve_engine_file, settled_numbers
-from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.files.messages import shown
-from ds_trainer.files.reading import content_hash, folder_hash, free_memory, read_value
+from ds_trainer.files.reading import content_hash, folder_hash, read_value
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
@@ -36,6 +36,7 @@ from ds_trainer.recipe.jobs import TuneJob
 from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.recipe.settings import assign
 from ds_trainer.tasks.data import hash_of
+from ds_trainer.tasks.registry import fingerprint_of
 
 RANKS, THREADS = "ranks", "threads"
 """The settings that have no place in either file: the launcher's ranks, and OMP_NUM_THREADS of each."""
@@ -50,8 +51,6 @@ _STAGE, _OFFLOAD = "zero_optimization.stage", "zero_optimization.offload_optimiz
 _BUCKET, _SPEED = "zero_optimization.reduce_bucket_size", "train/examples_per_s"
 _SMALLEST_SHARE = 32
 """The default space has micro-batches down to this part of what a rank has of a global batch."""
-_MARGIN = 0.15
-"""How far memory by arithmetic may be off."""
 _RECORDS = 4
 """A trial for speed logs this often; the first record, of steps that allocate memory and build kernels, is left out."""
 _POLL, _GRACE = 0.2, 5.0
@@ -69,15 +68,11 @@ CannotWin = Callable[[int, float], bool]
 
 @dataclass(frozen=True)
 class Machine:
-    """What a dry run on one rank tells of the tuned phase, and of where it runs."""
+    """Where a tuning runs, and on what."""
 
-    memory: PhaseMemory
-    hidden_size: int
     gpus: int
-    bytes_free: int
-    """For all ranks of a host together; on GPUs for each of them."""
-    identity: Mapping[str, Any]
-    """The data, the hardware and the versions."""
+    identity: Any
+    """The data, the hardware and the versions, as a JSON value."""
 
 
 @dataclass(frozen=True)
@@ -117,22 +112,13 @@ def checked(job: TuneJob, settings: Settings) -> tuple[Recipe, dict[str, Any]]:
     return recipe, engine
 
 
-def plan(job: TuneJob, machine: Machine, settings: Settings) -> tuple[str, str]:
-    """Check settings; a UserError says why they cannot be.
-
-    Returns a hash of what they amount to, here and now, and why a rank has not enough memory by arithmetic, empty where
-    it has. The arithmetic is about the longest examples, which a trial for speed may not meet.
-    """
-    (recipe, engine), ranks = checked(job, settings), settings[RANKS]
+def key_of(job: TuneJob, machine: Machine, settings: Settings) -> str:
+    """Return a hash of what settings amount to, here and now; a UserError says why they cannot be."""
+    recipe, engine = checked(job, settings)
     phase = next(phase for phase in recipe.phases if phase.name == job.phase)
-    config = resolve_engine_file(engine, phase, ranks, hidden_size=machine.hidden_size, total_steps=1, warmup_steps=0)
-    memory = machine.memory.describe(config, phase.gradient_checkpointing)
-    needed = memory["peak_of_the_gpu" if machine.gpus else "peak"]
-    free = machine.bytes_free // (1 if machine.gpus else -(-ranks // job.hosts))
-    lack = f"by arithmetic a rank needs {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} are free"
-    run = [config, recipe.model_dump(exclude={"output_dir"}), ranks, settings.get(THREADS), job.metric, job.trial_steps]
-    key = hash_of([*run, job.train_flags, machine.identity, *contents_of([job.recipe_file, settings])])
-    return key, lack if needed > free * (1 + _MARGIN) else ""
+    run = [resolve_engine_file(engine, phase, settings[RANKS]), recipe.model_dump(exclude={"output_dir"})]
+    run += [settings[RANKS], settings.get(THREADS), job.metric, job.trial_steps, job.train_flags, machine.identity]
+    return hash_of([*run, *contents_of([job.recipe_file, settings])])
 
 
 def own_settings(job: TuneJob, machine: Machine) -> Settings:
@@ -149,9 +135,8 @@ def combinations(job: TuneJob, machine: Machine) -> Iterator[Settings]:
     own = own_settings(job, machine)
     batch = settled_numbers(job.train.engine_config, job.tuned_phase, own[RANKS]).train_batch_size
     micros = [micro for micro in range(batch, 0, -1) if batch % micro == 0 and micro * _SMALLEST_SHARE >= batch]
-    checkpointing = sorted({one.gradient_checkpointing for one in machine.memory.activations})
     space: dict[str, Any] = job.space or {
-        f"phases.{job.phase}.gradient_checkpointing": checkpointing,
+        f"phases.{job.phase}.gradient_checkpointing": [False, True],
         _STAGE: [0, 1, 2, 3],
         **({_OFFLOAD: [None, {"device": "cpu"}]} if machine.gpus else {}),
         _BUCKET: ["auto", 50_000_000],
@@ -193,30 +178,29 @@ def contents_of(value: Any) -> Iterator[str]:
 # Runs
 
 
-def measure_machine(job: TuneJob) -> Machine:
-    """Learn from a dry run on one rank what all candidates have in common; UserError in its words where that fails.
+def prepare(job: TuneJob) -> Machine:
+    """See where the tuning runs; for speed, also make the models that the tuned phase starts from and is taught by.
 
-    For speed, also make the models that the tuned phase starts from and is taught by.
+    Raises UserError in the words of the run that makes them, where it fails.
     """
-    distributed.info(f"phase {job.phase} is measured on one rank, before the trials")
-    # batch sizes for several ranks may not suit one, and do not matter here
-    settings = {RANKS: 1, **dict.fromkeys((TRAIN, MICRO, STEPS), "auto"), "phases.*.train_batch_size": None}
-    recipe, engine = checked(job, settings)
-    recipe = _scored(recipe) if job.metric else recipe  # the evaluation set is not even read
-    *before, phase = _until(recipe, job.phase)
-    made = [_untrained(one) for one in before]
-    dry = _finish(job, recipe.model_copy(update={"phases": [*made, phase]}), engine, "machine", "--dry_run=json")
+    import torch
+
+    from ds_trainer.ranks import machine
+
     if not job.metric:
-        update = {"phases": [*made, _untrained(phase)], "report": False}
-        _finish(job, recipe.model_copy(update=update), {}, "start")
-    found = json.loads(dry)
-    measured = found["phases"][-1]["measured"]
-    memory, gpus = measured["memory"], measured["gpus"]
-    activations = tuple(Activations(**one) for one in memory.pop("activations"))
-    phase_memory = PhaseMemory(ModelSizes(**memory.pop("sizes")), activations=activations, **memory)
-    identity = {"machine": found["machine"], "data": [one["data"] for one in found["phases"]]}
-    free = measured["bytes_of_a_gpu"] or free_memory()
-    return Machine(phase_memory, measured["hidden_size"], gpus, free, identity)
+        distributed.info(f"making the models that phase {job.phase} starts from, without training them")
+        phases = [_untrained(phase) for phase in _until(job.train.recipe, job.phase)]
+        recipe = job.train.recipe.model_copy(update={"phases": phases, "report": False})
+        folder = job.output / "trials" / "start"
+        command = _command(job, {RANKS: 1}, _with_tasks(recipe, max_eval_samples=8), {}, folder)
+        with (folder / "output.log").open("wb") as log:
+            code = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
+        if code:
+            outcome, reason = outcome_of(code, folder / "output.log")
+            raise UserError(f"the models that phase {job.phase} starts from cannot be made ({outcome}): {reason}")
+    data = [fingerprint_of(phase.task or job.train.recipe.task) for phase in job.train.recipe.phases]
+    here = [socket.gethostname(), machine.device_name(), len(os.sched_getaffinity(0)), machine.versions()]
+    return Machine(torch.cuda.device_count(), [data, here])
 
 
 def run_trial(job: TuneJob, settings: Settings, folder: Path, cannot_win: CannotWin) -> Trial:
@@ -349,18 +333,6 @@ def _with_tasks(recipe: Recipe, **fields: Any) -> Recipe:
     of_phases = [phase.task and phase.task.model_copy(update=fields) for phase in recipe.phases]
     phases = [phase.model_copy(update={"task": task}) for phase, task in zip(recipe.phases, of_phases, strict=True)]
     return recipe.model_copy(update={"phases": phases, "task": recipe.task.model_copy(update=fields)})
-
-
-def _finish(job: TuneJob, recipe: Recipe, engine: Mapping[str, Any], name: str, *more: str) -> str:
-    """Run a recipe on one rank to its end, with few examples to score; return what it prints, UserError if it fails."""
-    folder = job.output / "trials" / name
-    command = [*_command(job, {RANKS: 1}, _with_tasks(recipe, max_eval_samples=8), engine, folder), *more]
-    with (folder / "output.log").open("wb") as log:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, check=False)
-    if done.returncode:
-        outcome, reason = outcome_of(done.returncode, folder / "output.log")
-        raise UserError(f"phase {job.phase} cannot be measured on one rank ({outcome}): {reason}")
-    return done.stdout.decode()
 
 
 def _command(job: TuneJob, settings: Settings, recipe: Recipe, engine: Mapping[str, Any], folder: Path) -> list[str]:

@@ -9,7 +9,6 @@ import copy
 import json
 import math
 import shlex
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,6 @@ from safetensors.numpy import save_file
 
 from ds_trainer.cli.train import read_train_job
 from ds_trainer.cli.tune import read_tune_job
-from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory
 from ds_trainer.ranks.failures import NothingFitsError, TuningFailedError, UserError
 from ds_trainer.recipe.jobs import TuneJob
 from ds_trainer.tune import search, trials
@@ -30,15 +28,8 @@ from ds_trainer.tune.search import tune
 from ds_trainer.tune.trials import ENDED_EARLY, FAILED, HUNG, MEASURED, NO_MEMORY, NO_SCORE, Machine, Trial
 
 MICRO, STAGE = "train_micro_batch_size_per_gpu", "zero_optimization.stage"
-CHECKPOINTING = "phases.prune.gradient_checkpointing"
 RATE, STEPS = "phases.prune.learning_rate", "phases.prune.max_steps"
 ACCURACY = ("--metric", "eval/accuracy")
-
-
-def machine(bytes_free: int = 10**12, per_example: int = 1000, gpus: int = 0, data: str = "d") -> Machine:
-    lines = (Activations(False, 0, per_example), Activations(True, 0, per_example // 10))
-    memory = PhaseMemory(ModelSizes(1000, 0, 100), lines, 0, 0, 10_000, on_gpu=bool(gpus))
-    return Machine(memory, 32, gpus, bytes_free, {"data": data})
 
 
 @pytest.fixture
@@ -60,7 +51,7 @@ def run(monkeypatch) -> Callable[..., tuple[Trial, list[dict]]]:
     Returns the best trial, and the settings of those that were started.
     """
 
-    def tuned(job: TuneJob, result, on: Machine | None = None, lasted: float = 0.001) -> tuple[Trial, list[dict]]:
+    def tuned(job: TuneJob, result, data: str = "d", lasted: float = 0.001) -> tuple[Trial, list[dict]]:
         calls: list[dict] = []
 
         def run_trial(job, settings, folder, cannot_win) -> Trial:
@@ -77,7 +68,7 @@ def run(monkeypatch) -> Callable[..., tuple[Trial, list[dict]]]:
             return Trial(settings, MEASURED, value=value, lasted=lasted, details=details)
 
         monkeypatch.setattr(trials, "run_trial", run_trial)
-        monkeypatch.setattr(trials, "measure_machine", lambda job: on or machine())
+        monkeypatch.setattr(trials, "prepare", lambda job: Machine(0, data))
         monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: lasted * len(calls)))
         return tune(job), calls
 
@@ -132,20 +123,6 @@ def test_what_differs_least_from_the_fastest_is_tried_next(job, run):
     assert (best.settings[STAGE], best.settings["gradient_clipping"]) == (2, 0.1)
 
 
-def test_what_cannot_fit_by_arithmetic_is_not_started(job, run):
-    """Only beyond a margin of 15%; with checkpointing all fit. On two ranks of a host each has half of its memory."""
-    made = job({CHECKPOINTING: [False, True], MICRO: [16, 8, 4]})
-    needs = 10_000 + 16_000 + 4_000  # without activations, of which an example takes 3,000
-    for bytes_free, first in ((needs + 3_000 * 8, 8), (needs + 3_000 * 4, 4)):
-        shutil.rmtree(made.output, ignore_errors=True)
-        _, calls = run(made, lambda settings, _: 10.0, machine(bytes_free, 3000))
-        assert max(call[MICRO] for call in calls if call.get(CHECKPOINTING) is False) == first
-        assert any(call.get(CHECKPOINTING) and call[MICRO] == 16 for call in calls)
-    two = job({MICRO: [8]}, "--num_gpus", "2")
-    with pytest.raises(NothingFitsError, match="by arithmetic a rank needs"):
-        run(two, lambda settings, _: 10.0, machine(needs, 3000))
-
-
 def test_a_budget_that_is_too_small_is_an_error_that_names_a_better_one(job, run, caplog):
     """With time for a comparison it is a warning; two fifths are kept for the finals."""
     made = job({MICRO: [8, 4, 2, 1]}, "--budget", "60s")
@@ -171,13 +148,13 @@ def test_a_second_call_goes_on(job, run):
     _, calls = run(made, lambda *_: 20.0)
     assert [call.get(MICRO) for call in calls[:2]] == [4, 2]
     assert len(run(made, lambda *_: 20.0)[1]) == 0
-    assert len(run(made, lambda *_: 20.0, machine(data="other"))[1]) == 10
+    assert len(run(made, lambda *_: 20.0, data="other")[1]) == 10
 
 
 def test_the_default_space_keeps_the_global_batch(job):
     """Every candidate divides it; on one rank only ZeRO 0 without offload, on a GPU offload too."""
     made = job()
-    for on in (machine(), machine(gpus=2)):
+    for on in (Machine(0, "d"), Machine(2, "d")):
         every = list(trials.combinations(made, on))
         assert len(every) > 4
         for settings in every:
