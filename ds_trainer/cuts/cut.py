@@ -50,15 +50,12 @@ class CutResult:
     def summary(self) -> str:
         """What was cut, in a line for the console."""
         parts, size, tokens = (self.report[name] for name in ("parts", "parameters", "tokens"))
-        counts = [(size["before"], size["after"], "parameters")]
+        counts = [(size["before"], size["after"], "parameters"), (tokens["before"], tokens["after"], "tokens")]
         if parts and parts[0]["unit"] == "weights":  # the rest are zeros
             whole, kept = (sum(part[name] for part in parts) for name in ("count", "kept"))
-            counts = [(whole, kept, "weights of the encoder")]
-        if sizes := self.report.get("sizes"):
-            counts += [(sizes["before"][name], after, name) for name, after in sizes["after"].items()]
-        counts.append((tokens["before"], tokens["after"], "tokens"))
-        changes = [f", {before:,} -> {after:,} {unit}" for before, after, unit in counts if after < before]
-        line = f"cut in {self.report['seconds']} s{''.join(changes)}"
+            counts[0] = (whole, kept, "weights of the encoder")
+        line = f"cut in {self.report['seconds']} s"
+        line += "".join(f", {before:,} -> {after:,} {unit}" for before, after, unit in counts if after < before)
         if not parts:
             return line
         mean, worst = statistics.mean(part["error"] for part in parts), max(parts, key=lambda part: part["error"])

@@ -80,9 +80,7 @@ def create_student(spec: StudentSpec, source: str | Path, target: Path, seed: in
         return
     assert spec.layers is not None, "the spec has one of the two"
     config, layers = load_config(source, HEADLESS), spec.layers
-    count = getattr(config, "num_hidden_layers", None)
-    if count is None:
-        raise UserError(f"the config of {source} ({config.model_type}) counts no layers: use student.config instead")
+    count = getattr(config, "num_hidden_layers", 0)
     if list(layers) != sorted(set(layers)) or layers[-1] >= count:
         raise UserError(
             f"student.layers is {list(layers)}: {source} has {count} layers, name some of 0 to {count - 1} in rising "

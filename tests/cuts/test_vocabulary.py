@@ -10,20 +10,17 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.distill_files import lm_files, squad_files
-from support.tiny_tokenizers import KINDS, SENTENCES, byte_pairs, of_class, word_pieces
+from support.tiny_tokenizers import KINDS, SENTENCES, of_class, word_pieces
 from support.zeroed import DECODERS, ENCODERS, FAMILIES, empty, model_of, randomised, uneven
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from ds_trainer.cuts.vocabulary import Vocabulary, cut_vocabulary, cut_vocabulary_for
-from ds_trainer.models.folders import save_folder, train_tokenizer
+from ds_trainer.models.folders import save_folder
 from ds_trainer.models.pretrained import load_tokenizer, load_trained
 from ds_trainer.models.shrink import shrink
 from ds_trainer.recipe.cut_specs import VocabularySpec
-from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.recipe.task_specs import TextSpec
-from ds_trainer.tasks.registry import build_task, training_texts
 
 WORDS = " ".join(SENTENCES).split()
 TEXTS = st.lists(
@@ -300,29 +297,3 @@ def test_the_tokens_of_a_file_stay(task: TextSpec, tokenizer: Any, tmp_path: Pat
         listed.write_text(content)
         with pytest.raises(ValueError, match=message):
             cut(str(listed), task, tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("kind", "head"),
-    [
-        ("squad", transformers.BertForQuestionAnswering),
-        ("mlm", transformers.BertForMaskedLM),
-        ("clm", transformers.GPT2LMHeadModel),
-    ],
-)
-def test_every_family_gives_its_texts_and_runs_on_the_cut_model(kind: str, head: Any, tmp_path: Path) -> None:
-    """Contexts and questions, or documents: the training examples have the tokens that they had before."""
-    spec = parse_task(squad_files(tmp_path) if kind == "squad" else lm_files(kind, tmp_path))
-    tokenizer = byte_pairs() if kind == "clm" else train_tokenizer([*SENTENCES, *training_texts(spec)], 300, True)
-    family = "gpt2" if kind == "clm" else "bert"
-    config = AutoConfig.for_model(family, **FAMILIES[family] | {"vocab_size": len(tokenizer), "n_positions": 64})
-    model = head(config).eval()
-    smaller, kept = cut_vocabulary_for(VocabularySpec(keep="seen"), spec, model, tokenizer)
-    tokens = []
-    for name, each, its in (("whole", model, tokenizer), ("cut", smaller, kept)):
-        save_folder(each, its, tmp_path / name)
-        task = build_task(spec, tmp_path / name, tmp_path / "cache")
-        task.build_model(tmp_path / name)
-        tokens.append(its.convert_ids_to_tokens(task.examples("train").tokens["input_ids"].tolist()))
-    assert len(kept) < len(tokenizer)
-    assert tokens[0] == tokens[1]
