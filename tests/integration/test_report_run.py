@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.launching import run_deepspeed
+from support.launching import read, run_deepspeed, train
 
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.evaluate import calibrate_command
@@ -39,15 +39,8 @@ def recipe_for(tiny: dict) -> dict:
 @pytest.fixture(scope="module")
 def output(tiny_recipe, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    (folder / "recipe.json").write_text(json.dumps(recipe_for(tiny_recipe)))
-    command = ("--deepspeed_config", "ds_configs/zero2.json", "--recipe", str(folder / "recipe.json"))
-    done = run_deepspeed(2, "launch/train.py", *command, "--output_dir", str(folder / "out"))
-    assert done.returncode == 0, done.stderr[-4000:]
+    train(2, recipe_for(tiny_recipe), folder / "out")
     return folder / "out"
-
-
-def results_of(output: Path) -> dict:
-    return json.loads((output / "all_results.json").read_text())
 
 
 def test_the_exits_are_calibrated_on_held_out_examples(output):
@@ -55,11 +48,11 @@ def test_the_exits_are_calibrated_on_held_out_examples(output):
 
     The results have every head's score and counts of all samples; the curves lie beside.
     """
-    results = results_of(output)["exits"]
+    results = read(output / "all_results.json")["exits"]
     exits = results["exits"]
     assert exits["calibration"]["split"] == "held_out"
     assert exits["calibration"]["examples"] == 48
-    saved = json.loads((output / "model" / "exits.json").read_text())
+    saved = read(output / "model" / "exits.json")
     assert saved["policy"] == exits["policy"]
     assert saved["held_out"] == 0.2
     assert load_for_inference(output / "model").policy.thresholds == exits["policy"]["thresholds"]
@@ -75,7 +68,7 @@ def test_the_exits_are_calibrated_on_held_out_examples(output):
     for name, value in {"accuracy": early["scores"]["accuracy"], "mean_layers": mean}.items():
         assert results["eval"][f"early_exit/{name}"] == pytest.approx(value)
     assert "curves" not in split
-    curves = json.loads((output / "eval" / "exits.json").read_text())["splits"]["validation"]["curves"]
+    curves = read(output / "eval" / "exits.json")["splits"]["validation"]["curves"]
     assert curves.keys() == {"entropy", "confidence", "patience"}
     full = [point for point in curves["entropy"] if point["mean_layers"] == LAYERS]
     assert full[0]["scores"]["accuracy"] == pytest.approx(split["heads"]["3"]["accuracy"])
@@ -83,7 +76,7 @@ def test_the_exits_are_calibrated_on_held_out_examples(output):
 
 def test_the_report_has_every_phase_and_figure(output):
     """One page with what each model costs, the phases side by side, a figure of each kind, and the command."""
-    for name, costs in results_of(output).items():
+    for name, costs in read(output / "all_results.json").items():
         assert costs["size"]["bytes"] > 0
         assert costs["latency"]["batch_1"]["median_ms"] > 0
         assert ("early_exit_latency" in costs) == (name == "exits")
@@ -119,7 +112,7 @@ def test_a_folder_is_calibrated_again_on_two_ranks(output, tmp_path):
     assert run_command(calibrate_command, [str(tmp_path / "one"), *flags]) == 0
     done = run_deepspeed(2, "launch/calibrate.py", str(tmp_path / "two"), *flags)
     assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (json.loads((tmp_path / name / "exits.json").read_text()) for name in ("one", "two"))
+    one, two = (read(tmp_path / name / "exits.json") for name in ("one", "two"))
     assert one["policy"]["criterion"] == two["policy"]["criterion"] == "confidence"
     thresholds = [saved["calibration"].pop("threshold") for saved in (one, two)]
     assert one["calibration"] == two["calibration"]

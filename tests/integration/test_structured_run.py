@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.launching import becomes_model, read, run_script, train
+from support.launching import becomes_model, log_of, read, run_script, train
 
 import ds_trainer
 from ds_trainer.models.layers import FIELD, encoder_linears
@@ -35,16 +35,13 @@ def run(tiny_recipe, tmp_path_factory) -> Path:
     ]
     folder = tmp_path_factory.mktemp("structured")
     recipe = tiny_recipe | {"phases": [common | phase for phase in phases], "tensorboard": False}
-    (folder / "recipe.json").write_text(json.dumps(recipe))
-    train(2, folder / "recipe.json", folder / "out", engine="ds_configs/zero3.json")
+    train(2, recipe, folder / "out", engine="ds_configs/zero3.json")
     return folder / "out"
 
 
 def test_a_dry_run_foretells_the_memory_of_every_phase(run):
     """Also where a technique needs what an earlier phase will have trained: a teacher, zeros to keep."""
-    files = ["--deepspeed_config", "ds_configs/zero3.json", "--recipe", str(run.parent / "recipe.json")]
-    done = run_script("launch/train.py", *files, "--output_dir", str(run.parent / "dry"), "--dry_run", "json")
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = train(0, run / "recipe.json", run.parent / "dry", "--dry_run", "json", engine="ds_configs/zero3.json")
     memory = {phase["phase"]: phase["memory_per_rank"] for phase in json.loads(done.stdout)["phases"]}
     assert list(memory) == ["dense", "cut", "filled", "unseen", "sparse", "kept"]
     assert [phase for phase, parts in memory.items() if parts["teacher"]] == ["cut", "filled"]
@@ -85,13 +82,12 @@ def test_zeros_are_kept_under_zero_3(run):
 
 def test_evaluations_at_the_final_threshold_leave_the_training_as_it_was(run):
     """They are recorded beside the own, up to the end, and a run without them has the same weights bit by bit."""
-    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    for phase, steps in (("cut", [2, 4, 6]), ("sparse", [2, 4, 6])):
-        scores = {r["step"]: r for r in records if r["phase"] == phase and "eval/accuracy" in r}
-        assert list(scores) == steps
-        assert all("eval/final_threshold/accuracy" in record for record in scores.values())
-        assert scores[steps[-1]]["eval/final_threshold/agreement"] == 1
-        assert scores[steps[-1]]["eval/final_threshold/accuracy"] == scores[steps[-1]]["eval/accuracy"]
+    for phase in ("cut", "sparse"):
+        scores = log_of(run, phase, "eval/accuracy")
+        assert [record["step"] for record in scores] == [2, 4, 6]
+        assert all("eval/final_threshold/accuracy" in record for record in scores)
+        assert scores[-1]["eval/final_threshold/agreement"] == 1
+        assert scores[-1]["eval/final_threshold/accuracy"] == scores[-1]["eval/accuracy"]
     with_view, without = (load_file(run / phase / "model" / "model.safetensors") for phase in ("sparse", "unseen"))
     assert all(torch.equal(with_view[name], without[name]) for name in without)
 

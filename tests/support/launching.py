@@ -76,15 +76,26 @@ sys.modules["ds_trainer"] = None
 """
 
 
-def train(ranks: int, recipe: Path | str, output: Path, *more: str, engine: str = "ds_configs/zero2.json"):
-    arguments = ["launch/train.py", "--deepspeed_config", engine, "--recipe", str(recipe), "--output_dir", str(output)]
-    done = run_deepspeed(ranks, *arguments, *more)
+def train(ranks: int, recipe: dict | Path, output: Path, *more: str, engine: str = "ds_configs/zero2.json") -> Done:
+    """Run a recipe by the command; one that is a dict is written beside the output. On 0 ranks: without a launcher."""
+    if isinstance(recipe, dict):
+        file = output.with_name("recipe.json")
+        file.write_text(json.dumps(recipe))
+        recipe = file
+    files = ["--deepspeed_config", engine, "--recipe", str(recipe), "--output_dir", str(output)]
+    done = run_deepspeed(ranks, "launch/train.py", *files, *more)
     assert done.returncode == 0, done.stderr[-4000:]
     return done
 
 
 def read(path: Path):
     return json.loads(path.read_text())
+
+
+def log_of(output: Path, phase: str, key: str = "train/loss") -> list[dict]:
+    """The records of a phase that have this key."""
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if record["phase"] == phase and key in record]
 
 
 def becomes_model(checkpoint: Path, expected: Path, target: Path) -> bool:
