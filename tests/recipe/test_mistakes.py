@@ -41,6 +41,7 @@ def after_mlm(name: str, **fields) -> dict:
     return {"task": {"name": name}, "phases": [first, {"name": "b", "max_steps": 1} | fields]}
 
 
+BY_METRIC = {"metric_for_best_model": "accuracy", "eval_steps": 2, "save_steps": 2}
 HELD_OUT = {"name": "sst2", "held_out": 0.1}
 TAGS = {"name": "ner", "train_file": "train.conll", "validation_file": "dev.conll"}
 MISTAKES = [
@@ -57,6 +58,13 @@ MISTAKES = [
     (phase(name="model"), 'a phase is named "model", a name of the run folder itself'),
     (phase() | {"model": {"config": {"hidden_size": 3}}}, 'model: config has no "model_type"'),
     (phase(student={"layers": [0], "config": {"model_type": "bert"}}), "student: set layers to copy them, or config"),
+    (phase(early_stopping_patience=2), "early_stopping_patience needs metric_for_best_model"),
+    (phase(metric_for_best_model="accuracy", eval_steps=2), "metric_for_best_model needs eval_steps, and save_steps"),
+    # a phase that ends early, or at its best step, would export a model that is not pruned to the end
+    (
+        phase(**BY_METRIC, load_best_model_at_end=True, techniques={"prune": {}}),
+        "with prune would export a step",
+    ),
     (task(name="text", text_columns=["a", "b"], label_column="b"), "label_column is b, which is among text_columns"),
     (task(name="token", tokens_column="tags"), "tokens_column and tags_column are both tags"),
     (task(name="squad", doc_stride=383), "doc_stride is 383, and max_seq_length 384 leaves 382 tokens"),

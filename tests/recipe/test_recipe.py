@@ -198,17 +198,6 @@ def test_what_gives_a_score_says_whether_more_of_it_is_better(task, metric, grea
         assert parse_recipe(data).phases[0].prefers_more(metric, recipe.task if greater is not None else None) is said
 
 
-@pytest.mark.parametrize(("name", "value"), [("early_stopping_patience", 2), ("load_best_model_at_end", True)])
-def test_what_goes_by_a_metric_needs_one_and_a_phase_without_a_schedule_of_density(name, value):
-    """A phase that ends early, or at its best step, would export a model that is not pruned to the end."""
-    with pytest.raises(UserError, match=f"{name} needs metric_for_best_model"):
-        parse_recipe({"phases": [{"max_steps": 4, name: value}]})
-    phase = BY_METRIC | {name: value, "metric_for_best_model": "accuracy"}
-    assert parse_recipe({"phases": [phase]}).phases[0].trains
-    with pytest.raises(UserError, match=f"{name} with prune would export"):
-        parse_recipe({"phases": [phase | {"techniques": {"prune": {"final_threshold": 0.5}}}]})
-
-
 def test_what_depends_on_answers_needs_a_trained_head():
     """Sizes by loss and Fisher costs do; uniform cuts by the inputs of matrices do not."""
     for spec, judges in (
