@@ -135,17 +135,6 @@ def test_the_teacher_learns_nothing_and_the_student_follows(spec, student, teach
     assert "output_hidden_states" not in AutoConfig.from_pretrained(tmp_path / "folded").to_diff_dict()
 
 
-def test_a_student_like_its_teacher_has_nothing_to_learn(spec, teacher, tmp_path):
-    """The same model on both sides: every term is 0 and they agree on every example."""
-    terms = {"terms": ALL, "layer_pairs": [[1, 1], [0, 0], [-1, 3]], "divergence": "js"}
-    _, model, technique, batch = distillation(spec, teacher, teacher, tmp_path, **terms)
-    values = terms_of(model.eval(), technique, batch)
-    assert technique.projection is None
-    assert max(float(term.detach()) for term in values.values()) == pytest.approx(0, abs=1e-6)
-    assert technique.readings() == {"distill/agreement": 1.0}
-    assert technique.readings() == {}
-
-
 def test_agreement_counts_the_rows_of_equal_answers(spec, student, teacher, tmp_path):
     """distill/agreement is the share of examples whose likeliest class is the teacher's; a resumed run goes on with it.
 

@@ -8,7 +8,7 @@ from support.launching import exhaustive
 from torch import Tensor, nn
 
 from ds_trainer.ranks.failures import NonFiniteLossError
-from ds_trainer.techniques.prune.masked import Grain, HardMask, just_below
+from ds_trainer.techniques.prune.masked import Grain, HardMask
 from ds_trainer.techniques.prune.selection import largest_on_device, mask_of, select_largest
 from ds_trainer.techniques.prune.sites import Site
 
@@ -88,15 +88,6 @@ def test_a_threshold_keeps_what_is_above_and_half_a_percent_at_least(granularity
     assert int(few.sum()) == least
     assert not least or scores[few].min() >= scores[~few].max()
     assert kept("threshold", 9.0, torch.zeros_like(scores)).flatten().nonzero().flatten().tolist() == [*range(least)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_just_below_is_the_next_number_down(dtype):
-    """Above just_below(x) is at or above x, and nothing lies between."""
-    value = torch.tensor(0.15, dtype=dtype)
-    below = just_below(float(value), dtype)
-    assert below < float(value)
-    assert float(torch.nextafter(torch.tensor(below, dtype=dtype), value)) == float(value)
 
 
 @pytest.mark.parametrize("method", ["topK", "threshold", "l0"])
