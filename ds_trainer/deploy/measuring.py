@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -180,24 +179,21 @@ def in_turns(
 ) -> dict[Any, list[float]]:
     """Measure the seconds of calls. The keys take turns call by call, so that a disturbance affects all of them alike.
 
-    After one call of each key to warm up come five rounds, or more until each key has `least` calls. `limit`, in
-    seconds, is checked before every call: a key whose turn did not come has no times. `device`: by default this rank's.
+    After one call of each key to warm up come five rounds, or more until each key has `least` calls. A key with more
+    calls than another, whose tokenizer makes fewer texts, leaves out its last. `limit`, in seconds, is checked before
+    every call: a key whose turn did not come has no times. `device`: by default this rank's.
     """
     device, end = device or distributed.device(), time.perf_counter() + limit
     times: dict[Any, list[float]] = {key: [] for key in calls}
-    rounds = max([_ROUNDS, *(math.ceil(least / len(each)) for each in calls.values() if each)])
-    warm_up = [(None, each[0]) for each in calls.values() if each]
     turns = [
-        (key, call)
-        for one_of_each in zip_longest(*calls.values())
-        for key, call in zip(calls, one_of_each, strict=True)
-        if call is not None
+        turn for one_of_each in zip(*calls.values(), strict=False) for turn in zip(calls, one_of_each, strict=True)
     ]
-    for key, call in [*warm_up, *turns * rounds]:
+    rounds = max(_ROUNDS, math.ceil(least * len(calls) / max(1, len(turns))))
+    for place, (key, call) in enumerate([*turns[: len(calls)], *turns * rounds]):
         if time.perf_counter() >= end:
             break
         taken = machine.seconds(call, device)
-        if key is not None:
+        if place >= len(calls):  # those before warm up
             times[key].append(taken)
     return times
 
