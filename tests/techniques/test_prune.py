@@ -105,6 +105,19 @@ def test_heads_and_neurons_are_masked_and_folded(family):
                     assert torch.equal((parts != 0).any(2).all(0), open_gates)
 
 
+@pytest.mark.parametrize(("method", "threshold"), [("l0", 1.0), ("sigmoied_threshold", 0.5)])
+def test_gates_of_heads_and_neurons_are_folded(method, threshold):
+    """Gates between 0 and 1 as they are at evaluation, and those that a threshold lets through."""
+    spec = {"mask_init": "uniform", "mask_scale": 5.0, "final_threshold": threshold}
+    prune, model = pruned(pruning_method=method, **spec)
+    with torch.no_grad():
+        expected = run(model)
+    density, folded = prune.readings()["prune/density"], prune.fold(model)
+    torch.testing.assert_close(run(folded), expected, atol=1e-6, rtol=1e-5)
+    counts = count_weights(folded)["encoder"]
+    assert counts["kept"] / counts["total"] == pytest.approx(density, abs=1e-9) != 1
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_magnitudes_of_heads_are_over_all_matrices(together):
     """A head whose queries alone are large is kept: the root mean square is over query, key, value and output."""
