@@ -185,9 +185,9 @@ def in_turns(
     """
     device, end = device or distributed.device(), time.perf_counter() + limit
     times: dict[Any, list[float]] = {key: [] for key in calls}
-    turns = [
-        turn for one_of_each in zip(*calls.values(), strict=False) for turn in zip(calls, one_of_each, strict=True)
-    ]
+    turns: list[tuple[Any, Callable[[], object]]] = []
+    for one_of_each in zip(*calls.values(), strict=False):
+        turns += zip(calls, one_of_each, strict=True)
     rounds = max(_ROUNDS, math.ceil(least * len(calls) / max(1, len(turns))))
     for place, (key, call) in enumerate([*turns[: len(calls)], *turns * rounds]):
         if time.perf_counter() >= end:
