@@ -227,7 +227,7 @@ def run_trial(job: TuneJob, settings: Settings, folder: Path, cannot_win: Cannot
             last = max(path.stat().st_mtime for path in (log, folder / "log.jsonl") if path.exists())
             if time.time() - last > job.trial_timeout:
                 trial = Trial(settings, HUNG, f"it printed and logged nothing for {job.trial_timeout:.0f} s")
-            elif not job.metric and len(records) == _RECORDS:
+            elif not job.metric and len(records) >= _RECORDS:
                 break
             seen = len(records)
     finally:
@@ -261,30 +261,35 @@ def outcome_of(code: int, log: Path) -> tuple[str, str]:
 
 def _speed(job: TuneJob, folder: Path, trial: Trial) -> Trial:
     """Return a trial with its examples/s, where its run has logged them, and with the most memory of a rank."""
-    records = records_of(folder, job)[1:]
-    if not records or trial.outcome == HUNG:
+    records = records_of(folder, job)[:_RECORDS]  # it may have logged more until it was ended
+    if len(records) < _RECORDS and not (len(records) > 1 and _is_finished(folder)):
         return trial
     peaks = {name: value for name, value in records[-1].items() if name.startswith("memory/")}
     of_gpus = [value for name, value in peaks.items() if name.startswith("memory/device/")]
     costs = {"MiB of a rank": max(of_gpus or peaks.values(), default=0) / 2**20}
-    value = harmonic_mean([record[_SPEED] for record in records])
+    value = harmonic_mean([record[_SPEED] for record in records[1:]])
     return replace(trial, outcome=MEASURED, reason="", value=value, details={"costs": costs})
 
 
 def _score(job: TuneJob, folder: Path, trial: Trial) -> Trial:
     """Return a trial with the scores of its last phase, by step and at the end, and with what its model costs."""
     details: dict[str, Any] = {"curve": _curve(records_of(folder, job), job)}
-    with contextlib.suppress(UserError, KeyError):  # it did not finish
-        if trial.outcome not in (HUNG, ENDED_EARLY) and read_value(folder / "status.json")["state"] == "finished":
-            last = read_value(folder / "all_results.json")[job.phase]
-            latency = last.get("early_exit_latency") or last.get("latency", {})
-            details["costs"] = {"MiB": last["size"]["bytes"] / 2**20} if "size" in last else {}
-            details["costs"] |= {f"ms ({batch.replace('_', ' ')})": ms["median_ms"] for batch, ms in latency.items()}
-            details["examples"] = last.get("measured_on", {}).get("examples", 0)
-            value = last["eval"].get(job.metric)
-            reason = f"the run has the scores {', '.join(last['eval'])}" if value is None else ""
-            trial = replace(trial, outcome=NO_SCORE if value is None else MEASURED, reason=reason, value=value)
+    if trial.outcome not in (HUNG, ENDED_EARLY) and _is_finished(folder):
+        last = read_value(folder / "all_results.json")[job.phase]
+        latency = last.get("early_exit_latency") or last.get("latency", {})
+        details["costs"] = {"MiB": last["size"]["bytes"] / 2**20} if "size" in last else {}
+        details["costs"] |= {f"ms ({batch.replace('_', ' ')})": ms["median_ms"] for batch, ms in latency.items()}
+        details["examples"] = last.get("measured_on", {}).get("examples", 0)
+        value = last["eval"].get(job.metric)
+        reason = f"the run has the scores {', '.join(last['eval'])}" if value is None else ""
+        trial = replace(trial, outcome=NO_SCORE if value is None else MEASURED, reason=reason, value=value)
     return replace(trial, details=details)
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether a run is done: the launcher's exit code does not prove it."""
+    status = folder / "status.json"
+    return status.is_file() and read_value(status)["state"] == "finished"
 
 
 def _curve(records: list[dict[str, Any]], job: TuneJob) -> list[tuple[int, float]]:

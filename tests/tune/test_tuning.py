@@ -374,8 +374,11 @@ def test_a_run_is_ended_where_its_evaluations_say_so_or_it_is_silent(follow):
     assert replace(follow(0.1)[0], lasted=0).outcome == MEASURED
 
 
-def test_a_trial_for_speed_is_the_first_steps_of_one_phase(follow, tmp_path):
-    """It ends at the fourth record, of which the first does not count, and starts from models that were made before."""
+def test_a_trial_for_speed_is_the_first_steps_of_one_phase(follow, job, tmp_path):
+    """It ends at the fourth record, of which the first does not count, and starts from models that were made before.
+
+    A run that ends by itself before that, and is not finished, has no speed.
+    """
     teacher = {"teacher": "@finetune", "alpha_distil": 1.0}
     more = ("--set", f"phases.prune.techniques.distill={json.dumps(teacher)}", "--set", "phases.prune.cut.keep=0.5")
     trial, folder = follow(0.5, aim=("--trial_steps", "12"), more=more)
@@ -386,3 +389,6 @@ def test_a_trial_for_speed_is_the_first_steps_of_one_phase(follow, tmp_path):
     assert (phase["start_from"], phase["logging_steps"]) == (str(start / "model"), 3)
     assert phase["techniques"]["distill"]["teacher"] == str(start / "finetune/model")
     assert "cut" not in phase
+    (folder / "log.jsonl").write_text((folder / "log.jsonl").read_text().rpartition('{"phase": "finetune"')[0])
+    failed = Trial({}, FAILED)
+    assert trials._speed(job({RATE: [0.5]}), folder, failed) == failed
