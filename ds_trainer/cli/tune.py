@@ -58,9 +58,8 @@ def read_tune_job(arguments: Sequence[str]) -> TuneJob:
     words = [word.partition("=")[0] for word in training]
     mistakes += [f"{flag} is for a run, not for a tuning: drop it" for flag in _OF_A_RUN if flag in words]
     mistakes += check_output_folder(flags.output, overwrite=True)  # a tuning goes on in the folder of an earlier one
-    hosts = mistakes.of(read_hostfile, flags.hostfile) if flags.hostfile else None
-    if hosts:
-        flags.num_gpus = sum(hosts.values())
+    if flags.hostfile:
+        flags.num_gpus = sum((mistakes.of(read_hostfile, flags.hostfile) or {"": 1}).values())
     files = ["--deepspeed_config", flags.deepspeed_config, "--recipe", flags.recipe, *training]
     dry = ["--output_dir", str(flags.output), "--dry_run", "--world", str(flags.num_gpus or 1)]
     space = mistakes.of(_space, flags.space) if flags.space else None
@@ -80,10 +79,9 @@ def read_tune_job(arguments: Sequence[str]) -> TuneJob:
     in_the_files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in _IN_THE_FILES:
         in_the_files.add_argument(f"--{name}", action="append")
-    values = {"train": train, "trust": train.trust, "phase": phase, "hosts": len(hosts) if hosts else 1}
+    values = {"train": train, "trust": train.trust, "phase": phase, "space": space, "metric": metric}
     values |= {"recipe_file": recipe_file, "engine_file": engine_file, "greater_is_better": greater}
-    values |= {"train_flags": in_the_files.parse_known_args(training)[1], "space": space, "metric": metric}
-    job = mistakes.job(TuneJob, flags, **values)
+    job = mistakes.job(TuneJob, flags, **values, train_flags=in_the_files.parse_known_args(training)[1])
     raise_mistakes(_space_mistakes(job))
     return job
 

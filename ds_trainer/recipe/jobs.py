@@ -134,7 +134,6 @@ class TuneJob(CommandJob):
     num_gpus: Annotated[int, Field(ge=1)] | None
     """The ranks of every trial, where they are not varied."""
     hostfile: Path | None
-    hosts: int
     output: Path
 
     @property

@@ -1,4 +1,4 @@
 """`launch/tune.py`: search for the settings under which a phase trains fastest, or a recipe scores best.
 
-No torch is loaded here. Read `search.py` first.
+Read `search.py` first. A trial is an ordinary run of `launch/train.py`.
 """

@@ -1,4 +1,4 @@
-"""A tuning from end to end: measure what the phase needs, try candidates, write the best files, print one table.
+"""A tuning from end to end: try candidates, write the best files, print one table.
 
 There are two aims. For speed, a trial times steps of one phase. The candidate that differs least from the fastest so
 far is tried next, and at the end the fastest are timed again in turns, since single times are noisy. For a score, a
