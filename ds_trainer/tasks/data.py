@@ -232,6 +232,7 @@ class BatchPlan:
         epoch = step * size // n
         if ((step + 1) * size - 1) // n != epoch:
             return self._stream(step * size, (step + 1) * size)
+        # the steps whose batches lie wholly in this epoch, cut into windows of nearly equal length
         first, last = -(-epoch * n // size), (epoch + 1) * n // size
         windows = -(-(last - first) // max(1, min(self.WINDOW, n // (4 * size))))
         # inverts the even cut below: the window that holds this step

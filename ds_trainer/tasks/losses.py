@@ -170,6 +170,7 @@ class _Divergence(torch.autograd.Function):
             value, slopes = _compared(student_log, teacher_log, kind)
             total += value
             if gradient is not None:
+                # through the softmax: slope - probability * (sum of slopes); T**2 * value by logits / T leaves one T
                 sums = slopes.sum(-1, keepdim=True)
                 gradient[part] = slopes.addcmul_(student_log.exp_(), sums, value=-1).mul_(temperature / rows)
         ctx.gradient = gradient

@@ -155,6 +155,7 @@ class LmTask(Task):
         columns = {"input_ids": np.int32} | ({"labelled": np.uint8} if spec.messages_column else {})
         documents = progress((row.value for row in records.rows()), "tokenising", records.unit or records.entry)
         whole = pack(self._sequencer.sequences(documents, tally), columns)
+        # a limit chooses examples before they are packed, so that packing changes none of the texts that are used
         kept = np.zeros(len(whole), bool)
         kept[spread(len(whole), self.limit(split))] = True
         is_kept = np.repeat(kept, whole.lengths)

@@ -199,6 +199,7 @@ def best_fit(lengths: Array, room: int) -> list[list[int]]:
     spaces: list[int] = []  # the keys of `with_space` that have rows, in rising order
     for index in shuffled[np.argsort(-lengths[shuffled], kind="stable")].tolist():
         length = int(lengths[index])
+        # the row that it fills best is the one with the least space that is large enough
         place = bisect_left(spaces, length)
         if place == len(spaces):
             space, row = room, len(rows)

@@ -176,6 +176,7 @@ class TokenTask(Task):
         space = "" if both == first + second else " "
         ordered = sorted(words)
         pieces = dict(zip(ordered, encoded([space + word for word in ordered], False), strict=True))
+        # what stands around the tokens of "a" are the special ones
         (whole,) = encoded(["a"], True)
         start = whole.index(second[0])
         special = whole[:start], whole[start + len(second) :]
