@@ -17,7 +17,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
-    OPTConfig,
     Qwen3Config,
 )
 
@@ -251,11 +250,7 @@ APART = {
     "mistral": MistralConfig(**_ROPE, sliding_window=8),
     "qwen3": Qwen3Config(**_ROPE, head_dim=16),
 }
-TOGETHER = {
-    "bloom": BloomConfig(hidden_size=32, n_layer=1, n_head=2),
-    "opt": OPTConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, ffn_dim=32, word_embed_proj_dim=32),
-    "bert": BertConfig(**SMALL, is_decoder=True),
-}
+TOGETHER = {"bloom": BloomConfig(hidden_size=32, n_layer=1, n_head=2), "bert": BertConfig(**SMALL, is_decoder=True)}
 CONVERSATIONS = [
     chat("why is it wet?", "it rains in the hills.", "and the cat?", "by the door"),
     chat("no", "why"),
