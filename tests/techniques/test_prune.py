@@ -203,18 +203,6 @@ def test_every_step_keeps_exactly_the_scheduled_share(dtype):
         optimizer.zero_grad()
 
 
-def test_the_numbers_of_heads_and_neurons_follow_the_schedule():
-    """Of 4 heads and 48 neurons, linearly from all to a quarter, in every layer."""
-    prune, model = pruned(final_threshold=0.25, schedule="linear")
-    for step in range(11):
-        prune.on_step(step)
-        run(model)
-        share = prune.readings()["prune/threshold"]
-        assert share == pytest.approx(1 - 0.075 * step)
-        assert set(kept_of(prune, "attention")) == {round(4 * share)}
-        assert set(kept_of(prune, "feed_forward")) == {round(48 * share)}
-
-
 @pytest.mark.parametrize(("groups", "share"), [(1, 0.5), (4, 0.1)])
 def test_heads_that_share_a_key_and_value_fall_together(groups, share, monkeypatch):
     """A decision is a group of heads with its key and value, and of a share of few of them one at least is kept."""
