@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.launching import read, run_deepspeed, run_script
+from support.launching import log_of, read, run_script, train
 
 UNANSWERED = "never answers these classes"
 
 
-def command(folder: Path, recipe: dict, *more: str, engine: dict | None = None) -> list[str]:
-    """The words of a training command, with its files in a folder."""
-    folder.mkdir(exist_ok=True)
-    for name, value in (("recipe.json", recipe), ("engine.json", engine or {"zero_optimization": {"stage": 2}})):
-        (folder / name).write_text(json.dumps(value))
-    files = ["--deepspeed_config", str(folder / "engine.json"), "--recipe", str(folder / "recipe.json")]
-    return ["launch/train.py", *files, "--output_dir", str(folder / "out"), *more]
-
-
 @pytest.fixture(scope="module")
-def half_recipe(tiny_recipe) -> dict:
-    """Train two layers, take one of them as it is, and train that."""
+def output(tiny_recipe, tmp_path_factory) -> Path:
+    """Train two layers, take one of them as it is, and train that; then resumed, the run finds nothing more to do."""
     common = {"train_batch_size": 16, "learning_rate": 4e-3}
     half = {"name": "half", "num_train_epochs": 0, "student": {"layers": [1]}}
     phases = [{"name": "dense", "max_steps": 12, **common}, half, {"name": "again", "max_steps": 2, **common}]
-    return tiny_recipe | {"phases": phases, "report": True}
-
-
-@pytest.fixture(scope="module")
-def output(half_recipe, tmp_path_factory) -> Path:
-    """The run, killed by nothing and then resumed, which finds nothing more to do."""
-    folder = tmp_path_factory.mktemp("untrained") / "run"
+    out = tmp_path_factory.mktemp("untrained") / "out"
     for more in ([], ["--resume"]):
-        done = run_deepspeed(2, *command(folder, half_recipe, *more))
-        assert done.returncode == 0, done.stderr[-4000:]
-    return folder / "out"
+        train(2, tiny_recipe | {"phases": phases, "report": True}, out, *more)
+    return out
 
 
 def test_a_phase_of_no_epochs_exports_the_model_that_it_starts_from(output):
@@ -56,8 +39,7 @@ def test_a_phase_of_no_epochs_is_scored_like_any_other(output, tmp_path):
     """Results, log, report and events have its scores, those that the command to evaluate gives for the folder."""
     half = read(output / "all_results.json")["half"]
     assert (half["train"]["steps"], half["train"]["epochs"]) == (0, 0)
-    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    (record,) = [record for record in records if record["phase"] == "half"]
+    (record,) = log_of(output, "half", "step")
     assert (record["step"], record["eval/accuracy"]) == (0, half["eval"]["accuracy"])
     recipe = str(output.parent / "recipe.json")
     scores = str(tmp_path / "scores.json")
@@ -77,20 +59,19 @@ def test_a_model_that_gives_one_answer_to_everything_is_named(tiny_recipe, outpu
     weights = load_file(folder / "model.safetensors")
     weights |= {name: torch.zeros_like(value) for name, value in weights.items() if name.startswith("classifier")}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    train = {"name": "train", "max_steps": 1, "learning_rate": 0.0}
-    recipe = tiny_recipe | {"phases": [train], "model": {"name_or_path": str(folder)}, "report": True}
-    done = run_deepspeed(2, *command(tmp_path / "run", recipe))
-    assert done.returncode == 0, done.stderr[-4000:]
+    phase = {"name": "train", "max_steps": 1, "learning_rate": 0.0}
+    recipe = tiny_recipe | {"phases": [phase], "model": {"name_or_path": str(folder)}, "report": True}
+    run = tmp_path / "out"
+    done = train(2, recipe, run)
     assert done.stderr.count(UNANSWERED) == 1
-    run = tmp_path / "run" / "out"
     (warning,) = read(run / "all_results.json")["train"]["warnings"]
     assert "though validation has them" in warning
     assert UNANSWERED in (run / "report.md").read_text()
-    done = run_script("launch/evaluate.py", str(folder), "--recipe", str(tmp_path / "run" / "recipe.json"))
+    done = run_script("launch/evaluate.py", str(folder), "--recipe", str(tmp_path / "recipe.json"))
     assert done.stderr.count(UNANSWERED) == 1
 
 
-def test_a_cut_in_steps_is_written_as_its_phases_and_resumed_by_them(tiny_recipe, output, tmp_path):
+def test_a_cut_in_steps_is_written_as_its_phases_and_resumed_by_them(tiny_recipe, output, tmp_path, write_json):
     """The recipe of the folder has a phase for each share; `--resume` with the recipe as given has nothing to do.
 
     A recipe that trains nothing asks nothing of the engine file: one that DeepSpeed refuses does.
@@ -102,14 +83,13 @@ def test_a_cut_in_steps_is_written_as_its_phases_and_resumed_by_them(tiny_recipe
     recipe = tiny_recipe | {"phases": [cut], "model": model}
     results = []
     for more in ([], ["--resume"]):
-        done = run_deepspeed(2, *command(tmp_path / "run", recipe, *more, engine=refused))
-        assert done.returncode == 0, done.stderr[-4000:]
-        results.append(read(tmp_path / "run" / "out" / "all_results.json"))
+        train(2, recipe, tmp_path / "out", *more, engine=write_json("engine.json", refused))
+        results.append(read(tmp_path / "out" / "all_results.json"))
     assert list(results[0]) == ["cut_1", "cut"]
     assert results[0]["cut"]["eval"] == results[1]["cut"]["eval"]
     layers = [results[0][name]["weights"]["layers"] for name in ("cut_1", "cut")]
     ways_in = [[count["total"] for name, count in counts.items() if "intermediate" in name] for counts in layers]
     assert ways_in == [[32 * 32] * 2, [16 * 32] * 2], "of 64 neurons by 32 inputs"
-    written = read(tmp_path / "run" / "out" / "recipe.json")["phases"]
+    written = read(tmp_path / "out" / "recipe.json")["phases"]
     assert [phase["name"] for phase in written] == ["cut_1", "cut"]
     assert [phase["cut"]["keep"] for phase in written] == [0.5, 0.5]
