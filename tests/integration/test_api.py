@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.launching import ROOT, run_deepspeed, run_python, run_script
+from support.launching import ROOT, log_of, read, run_script, train
 
+import ds_trainer
 from ds_trainer.models.folders import create_folder, train_tokenizer
 
 PENALTY, RATINGS = "examples/confidence_penalty.py", "examples/ratings.py"
@@ -32,12 +35,10 @@ def test_a_notebook_gets_what_the_command_gives(recipe, tmp_path):
     A checkpoint is scored, cut and loaded like a model folder; the kept command names files that stay; and a flag that
     only prints trains nothing. The notebook of `examples/` runs to its end: its server answers with a label for a text.
     """
-    done = run_script("tests/support/notebook.py", str(recipe), str(tmp_path))
+    done = run_script(__file__, str(recipe), str(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    files = ("--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(recipe))
-    command = run_script("launch/train.py", *files, "--output_dir", str(tmp_path / "command"))
-    assert command.returncode == 0, command.stderr[-4000:]
+    seen = read(tmp_path / "seen.json")
+    train(0, recipe, tmp_path / "command", engine="ds_configs/zero0.json")
     ours, its = (load_file(tmp_path / name / "model/model.safetensors") for name in ("first", "command"))
     assert all(torch.equal(ours[name], its[name]) for name in its)
     assert seen["results"]["prune"]["eval"] == seen["again"]["prune"]["eval"]
@@ -50,15 +51,38 @@ def test_a_notebook_gets_what_the_command_gives(recipe, tmp_path):
     assert seen["served"]["scores"].keys() == {"dense", "small", "model", "onnx", "int8"}
     assert seen["served"]["speed_ups"].keys() == {"1", "32"}
     assert len(seen["served"]["answer"]["labels"]) == 2
-    kept = json.loads((tmp_path / "second/command.json").read_text())["command"]
-    assert [str(tmp_path / "second" / name) in kept for name in ("recipe.json", "deepspeed_config.json")] == [True] * 2
+    kept = read(tmp_path / "second/command.json")["command"]
+    assert all(str(tmp_path / "second" / name) in kept for name in ("recipe.json", "deepspeed_config.json"))
 
 
-def test_importing_the_package_loads_no_torch():
-    """The names are there, and found by type checkers, before any is used; another name is an AttributeError."""
-    code = "import sys, ds_trainer as d; print('torch' in sys.modules, hasattr(d, 'train'), hasattr(d, 'x'))"
-    assert run_python("-c", code).stdout.split() == ["False", "True", "False"]
-    assert (ROOT / "ds_trainer/py.typed").exists()
+def be_a_notebook(recipe: str, out: Path) -> None:
+    """What a notebook does with the public API, in one process; and what the notebook of `examples/` does."""
+    results = ds_trainer.train(recipe, out / "first")
+    content = read(Path(recipe))
+    again = ds_trainer.train(content, out / "second", "--set", "phases.prune.shrink=false")
+    scores = ds_trainer.evaluate(out / "second/model", recipe=out / "second/recipe.json")
+    by_step = ds_trainer.evaluate(out / "second", "--all_checkpoints")
+    report = ds_trainer.shrink(out / "second/checkpoint-8", out / "cut")
+    seen = {"results": results, "again": again, "scores": scores, "by_step": by_step, "report": report}
+    seen["dry"] = ds_trainer.train(recipe, out / "dry", "--dry_run")
+    for name, folder in (("weights", "cut"), ("of_checkpoint", "second/checkpoint-8")):
+        seen[name] = sum(parameter.numel() for parameter in ds_trainer.load_model(out / folder).parameters())
+    settings = {"OUT": str(out / "served"), "TASK": content["task"], "MODEL": content["model"], "EPOCHS": 1}
+    served = run_cells(ROOT / "examples/from_model_to_served.ipynb", settings)
+    seen["served"] = {name: served[name] for name in ("scores", "speed_ups", "answer")}
+    (out / "seen.json").write_text(json.dumps(seen))
+
+
+def run_cells(notebook: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Run the code of a notebook, with these settings in place of its first cell's; return what it has defined."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    first, *others = ("".join(cell["source"]) for cell in read(notebook)["cells"] if cell["cell_type"] == "code")
+    exec(first, names)
+    assert settings.keys() < names.keys()
+    names |= settings
+    for source in others:
+        exec(source, names)
+    return names
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +109,11 @@ def test_a_task_and_a_technique_of_ones_own_train_under_zero_3(own):
     """On 2 ranks, with pruning: it learns, logs the term and what the technique reads, and is exported and scored."""
     recipe, out = own
     plugins = ("--plugin", PENALTY, "--plugin", RATINGS)
-    files = ("--deepspeed_config", "ds_configs/zero3.json", "--recipe", str(recipe), "--output_dir", str(out))
-    done = run_deepspeed(2, "launch/train.py", *files, *plugins)
-    assert done.returncode == 0, done.stderr[-4000:]
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert all(record["train/term/confidence.penalty"] < 0 for record in records if "train/loss" in record)
+    train(2, recipe, out, *plugins, engine="ds_configs/zero3.json")
+    records = log_of(out, "train")
+    assert all(record["train/term/confidence.penalty"] < 0 for record in records)
     assert 0 < records[0]["confidence/entropy"] < 0.7
-    scores = json.loads((out / "eval_results.json").read_text())["train"]
+    scores = read(out / "eval_results.json")["train"]
     assert scores["stars_off"] < 0.3
     done = run_script("launch/evaluate.py", str(out / "checkpoint-30"), *plugins)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -108,3 +130,7 @@ def test_a_plugin_is_named_by_the_command_and_by_no_recipe(own, tmp_path):
     done = run_script("launch/train.py", *files)
     assert done.returncode == 2
     assert "techniques.confidence: unknown key" in done.stderr
+
+
+if __name__ == "__main__":
+    be_a_notebook(sys.argv[1], Path(sys.argv[2]))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.killing import alike, records_of
-from support.launching import becomes_model, read
+from support.killing import alike
+from support.launching import becomes_model, log_of, read, train
 
 from ds_trainer.engine.checkpoint import Checkpoints
 
-RUNS = {"zero0": 2, "zero3": 2, "alone": 1}
-"""The number of ranks of each run."""
+RUNS = {"zero0": (2, "zero0"), "zero3": (2, "zero3"), "alone": (1, "zero2")}
+"""The ranks and the engine file of each run."""
 COMMON = {"train_batch_size": 16, "learning_rate": 2e-3, "per_device_eval_batch_size": 16, "logging_steps": 1}
 DENSE = COMMON | {"name": "dense", "max_steps": 12}
 FILLED = COMMON | {
@@ -26,29 +25,15 @@ FILLED = COMMON | {
 }
 
 
-def write(folder: Path, recipe: dict) -> list[str]:
-    (folder / "recipe.json").write_text(json.dumps(recipe | {"tensorboard": False}))
-    return ["--recipe", str(folder / "recipe.json")]
-
-
 @pytest.fixture(scope="module")
-def words(server, tiny_recipe, tmp_path_factory) -> list[str]:
-    """The flags of a run that cuts a trained model by loss, and fills it with that as its teacher."""
-    dense, filled = tmp_path_factory.mktemp("dense"), tmp_path_factory.mktemp("filled")
-    run = server.run(1, dense / "out", *write(dense, tiny_recipe | {"phases": [DENSE]}))
-    assert run.codes() == [0], run.text[-4000:]
-    model = {"name_or_path": str(dense / "out" / "model")}
-    return write(filled, tiny_recipe | {"model": model, "phases": [FILLED]})
-
-
-@pytest.fixture(scope="module")
-def runs(server, words, tmp_path_factory) -> Path:
-    """Every run, one after the other."""
+def runs(tiny_recipe, tmp_path_factory) -> Path:
+    """Runs of a recipe that cuts a trained model by loss, and fills it with that as its teacher."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, ranks in RUNS.items():
-        engine = "ds_configs/zero2.json" if name == "alone" else f"ds_configs/{name}.json"
-        run = server.run(ranks, folder / name, *words, engine=engine)
-        assert set(run.codes()) == {0}, run.text[-4000:]
+    recipe = tiny_recipe | {"tensorboard": False}
+    train(0, recipe | {"phases": [DENSE]}, folder / "dense", engine="ds_configs/zero0.json")
+    recipe |= {"model": {"name_or_path": str(folder / "dense" / "model")}, "phases": [FILLED]}
+    for name, (ranks, stage) in RUNS.items():
+        train(ranks, recipe, folder / name, engine=f"ds_configs/{stage}.json")
     return folder
 
 
@@ -74,16 +59,14 @@ def test_a_cut_model_is_trained_under_zero3(runs):
     before, after = cut_of(runs / "zero3"), load_file(runs / "zero3" / "model" / "model.safetensors")
     assert {name: weight.shape for name, weight in before.items()} == {name: w.shape for name, w in after.items()}
     assert all(not torch.equal(after[name], before[name]) for name in before if name.endswith("query.weight"))
-    losses = [
-        [record["train/loss"] for record in records_of(runs / name / "log.jsonl") if "train/loss" in record]
-        for name in ("zero3", "zero0")
-    ]
+    losses = [[record["train/loss"] for record in log_of(runs / name, "filled")] for name in ("zero3", "zero0")]
     assert len(losses[0]) == 6
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_a_cut_run_is_resumed_with_the_same_cut(runs, server, words, tmp_path):
+def test_a_cut_run_is_resumed_with_the_same_cut(runs, server, tmp_path):
     """Killed after a checkpoint, it goes on with the cut that it has, and ends as the run that nothing stops."""
+    words = ("--recipe", str(runs / "recipe.json"))
     run = server.run(2, tmp_path / "run", *words, engine="ds_configs/zero3.json")
     assert run.wait_until(lambda: Checkpoints(run.output).all())
     run.kill()
