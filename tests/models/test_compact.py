@@ -39,7 +39,7 @@ def sparse(shape: tuple[int, ...], density: float, seed: int = 0) -> torch.Tenso
     seed=st.integers(0, 9),
 )
 def test_round_trips(tmp_path_factory, shape, density, scale, seed):
-    """A weight of any shape and density is read as fp16 rounds it, and the report has the error and the bytes."""
+    """A weight of any shape and density is read as fp16 rounds it, and the report has the bytes."""
     tensor = sparse(shape, density, seed) * scale
     path = tmp_path_factory.mktemp("compact") / COMPACT_FILE
     report = write_compact({"w": tensor, "ids": torch.arange(5)}, path)
@@ -47,7 +47,6 @@ def test_round_trips(tmp_path_factory, shape, density, scale, seed):
     assert read["w"].shape == tensor.shape
     assert torch.equal(read["w"], tensor.half().float())
     assert torch.equal(read["ids"], torch.arange(5))
-    assert report["max_error"] == float((tensor.double() - tensor.half().double()).abs().max() if tensor.numel() else 0)
     assert report["bytes"] == {"compact": path.stat().st_size, "dense": 4 * tensor.numel() + 40}
 
 
