@@ -93,20 +93,21 @@ def planned_sizes(model: Any, spec: CutSpec) -> Sizes:
             f"cut: the config of a {config.model_type} cannot say fewer heads of the same width in every layer: leave "
             "heads out (width cuts them where the config ties the two), and width, too, where no cut knows the heads"
         )
-    heads = _size("heads", wanted, now.heads)
-    group = config.num_attention_heads // whole_heads(config) * heads
-    # where heads follow, the config says how wide a head is only by the width over the heads
-    step = now.width // now.heads if follow else _step(group, now.width)
-    width = _size("width", wanted, now.width, step)
-    if follow and width % step:
-        raise UserError(
-            f"cut: width is {width:,}, and each head of a {config.model_type} is {step} wide: write a multiple of "
-            f"{step}, or a share"
-        )
+    if follow:  # the config says how wide a head is only by the width over the heads
+        step = now.width // now.heads
+        width = _size("width", wanted, now.width, step)
+        heads = width // step
+        if width % step:
+            raise UserError(
+                f"cut: width is {width:,}, and each head of a {config.model_type} is {step} wide: write a multiple of "
+                f"{step}, or a share"
+            )
+    else:
+        heads = _size("heads", wanted, now.heads)
+        group = config.num_attention_heads // whole_heads(config) * heads
+        width = _size("width", wanted, now.width, _step(group, now.width))
     neurons = _size("neurons", wanted, now.neurons, _step(1, now.neurons))
     sizes = Sizes(_size("layers", wanted, now.layers), width, heads, neurons)
-    if follow:
-        sizes = replace(sizes, heads=width * now.heads // now.width)
     if sizes == now:
         raise UserError(f"cut: {wanted} rounds to all that the model has: lower it")
     # an ELECTRA, for example, has a projection where its embeddings are not as wide as the stream

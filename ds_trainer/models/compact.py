@@ -52,7 +52,8 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 def write_compact(state: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
     """Write the compact file of a state dict, on the CPU, and return its report.
 
-    The report has the `bytes` of the `compact` file and of the same weights in fp32 (`dense`). UserError for weights that are not finite, or beyond 65,504, the largest number of fp16.
+    The report has the `bytes` of the `compact` file, and of the same weights in fp32 (`dense`). UserError for weights
+    that are not finite, or beyond 65,504, the largest number of fp16.
     """
     tensors: dict[str, Tensor] = {}
     entries: dict[str, dict[str, Any]] = {}
