@@ -1,4 +1,4 @@
-"""The memory of a rank in training: what it holds, by arithmetic over the engine file, and what to say if it lacks it.
+"""What a rank holds of a model in training, in bytes: arithmetic over the engine file, for any number of ranks.
 
 The formulas are those of DeepSpeed 0.19.8, read off a record of every tensor that it allocates; `benchmarks/
 memory_model.py` compares them with the peak of real runs. ZeRO keeps master weights in fp32 also where the model is in
@@ -9,23 +9,19 @@ gradients into one tensor, in fp32, and takes their norm in fp64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
 from ds_trainer.engine.keys import flag_at, offloads, precision_of, value_at, zero_stage
-from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.joining import out_of_memory_named
 
 if TYPE_CHECKING:  # the arithmetic is done where torch is not loaded
     from torch import nn
 
     from ds_trainer.engine.engine import Group
 
-TRAIN_FIELD, EVAL_FIELD = "per_device_train_batch_size", "per_device_eval_batch_size"
 FP32, FP64 = 4, 8
 _STATES = {"sgd": 0, "lion": 1, "cpulion": 1, "fusedlion": 1, "adagrad": 1, "muon": 1}
 """The values that an optimizer keeps for each weight, where they are not the two of Adam; SGD has one with momentum."""
@@ -187,36 +183,3 @@ def _zero_number(config: Mapping[str, Any], key: str) -> int:
     """Return a number of `zero_optimization`, also where the file calls it `stage3_...`, or DeepSpeed's default."""
     values = [value_at(config, f"zero_optimization.{name}") for name in (key, f"stage3_{key}")]
     return int(next((value for value in values if value is not None), _DEFAULTS[key]))
-
-
-@contextmanager
-def explaining_memory(
-    where: str,
-    field: str,
-    batch_size: int,
-    config: Mapping[str, Any] | None = None,
-    situation: Callable[[], str] = str,
-    more: Sequence[str] = (),
-) -> Iterator[None]:
-    """Turn every error of an allocator inside into an OutOfMemoryError, which ends with what to change.
-
-    `field` names the batch size of this work. `config` is the engine file of work that an engine does, `situation`
-    describes it, and `more` are further things to change, as clauses.
-    """
-
-    def advice() -> str:
-        """Describe the situation, and the settings that are not yet exhausted."""
-        clauses = []
-        if batch_size > 1:
-            keep = " and raise gradient_accumulation_steps as much" if field == TRAIN_FIELD else ""
-            clauses.append(f"lower {field} (now {batch_size}){keep}")
-        clauses += more
-        if config is not None and (stage := zero_stage(config)) < 3 and distributed.world_size() > 1:
-            clauses.append(f"raise zero_optimization.stage (now {stage})")
-        if config is not None and distributed.device().type == "cuda" and not offloads(config, "optimizer"):
-            clauses.append("offload to the host with zero_optimization.offload_optimizer")
-        text = ", or ".join([*clauses, "lower the task's max_seq_length"])
-        return f"{situation()} {text[0].upper()}{text[1:]}.".strip()
-
-    with out_of_memory_named(where, advice):
-        yield

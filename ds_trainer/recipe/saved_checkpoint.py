@@ -64,11 +64,11 @@ def read_checkpoint(name: str | Path) -> SavedCheckpoint:
         raise UserError(f"{name} is damaged ({error}): use another checkpoint") from error
     data, phase = read_json(run / RECIPE, "the recipe"), position["phase"]
     names = [phase.name for phase in parse_recipe(data).phases]
-    writer = names[-1] if path.parent == run else path.parent.name
-    if writer not in names or phase["name"] != writer:
-        instead = f"lies in the folder of the phase {writer}, and {run / RECIPE} has the phases {', '.join(names)}"
-        raise UserError(f"{name} was written by the phase {phase['name']}, but {instead}: take the recipe of its run")
-    data["phases"][names.index(writer)] = phase
+    if phase["name"] not in names:
+        instead = f"which {run / RECIPE} does not have: take the recipe of its run"
+        raise UserError(f"{name} was written by the phase {phase['name']}, {instead}")
+    number = names.index(phase["name"])
+    data["phases"][number] = phase
     recipe = parse_recipe(data)
-    saved_phase = recipe.phases[names.index(writer)]
+    saved_phase = recipe.phases[number]
     return SavedCheckpoint(path, run, recipe, saved_phase, task_of(saved_phase, recipe), sums, position)

@@ -6,7 +6,7 @@ optimizer step, and whatever is done between two steps (logging, evaluating, sav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,15 +18,14 @@ from ds_trainer.deploy.export import export_trained
 from ds_trainer.engine import engine
 from ds_trainer.engine.checkpoint import Checkpoint, load, recipe_changes
 from ds_trainer.engine.engine import Engine
-from ds_trainer.engine.engine_file import MICRO
-from ds_trainer.engine.memory import EVAL_FIELD, TRAIN_FIELD, explaining_memory
 from ds_trainer.engine.numerics import StepWatch
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserError
+from ds_trainer.ranks.joining import out_of_memory_named
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import RunLog
 from ds_trainer.run.objective import Objective
-from ds_trainer.run.phase import PhasePlan
+from ds_trainer.run.phase import EVAL_CURE, TRAIN_CURE, PhasePlan
 from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
 from ds_trainer.tasks.evaluation import Evaluation, evaluate
 from ds_trainer.tasks.task import Batch, Forward, Task, Unit
@@ -42,7 +41,7 @@ def train(plan: PhasePlan, log: RunLog, stop: StopRequests) -> dict[str, Any]:
     """
     training = start_training(plan, log, stop)
     try:
-        with training.explaining_memory(" in training", TRAIN_FIELD):
+        with _explaining_memory(plan, training.progress, " in training", TRAIN_CURE):
             training.evaluate_if_due()  # a stop may have cut the evaluation of the resumed step short
             while not training.is_over:
                 training.take_step()
@@ -70,7 +69,7 @@ def start_training(plan: PhasePlan, log: RunLog, stop: StopRequests) -> Training
     if resumed:
         evaluation = Evaluation(dict(resumed.scores))  # the answers are not saved
         progress = Progress(resumed.step, resumed.step, resumed.evaluated, evaluation, resumed.curve)
-    with _explaining_memory(plan, progress, " as training started", TRAIN_FIELD):
+    with _explaining_memory(plan, progress, " as training started", TRAIN_CURE):
         ds_engine = engine.start_engine(model, groups, plan.engine_config, plan.base, plan.lr_factor)
         if resumed:
             _resume(plan, resumed, ds_engine, objective)
@@ -88,7 +87,6 @@ def start_training(plan: PhasePlan, log: RunLog, stop: StopRequests) -> Training
         watch=StepWatch(ds_engine, plan.phase.name, plan.phase.max_skipped_steps),
         identity=plan.identity(groups),
         progress=progress,
-        explaining_memory=partial(_explaining_memory, plan, progress),
     )
 
 
@@ -157,7 +155,6 @@ class Training:
     identity: Mapping[str, Any]
     """What a run that goes on from this one's checkpoints must have in common with it."""
     progress: Progress
-    explaining_memory: Callable[[str, str], AbstractContextManager[None]]
 
     @property
     def is_over(self) -> bool:
@@ -248,7 +245,7 @@ class Training:
             technique.on_step(step)
         self.engine.eval()
         views = [technique.views for technique in techniques if at_end or technique.cheap_views]
-        with self.log.paused(), self.explaining_memory(" in an evaluation", EVAL_FIELD):
+        with self.log.paused(), _explaining_memory(self.plan, self.progress, " in an evaluation", EVAL_CURE):
             evaluation = evaluate(predict, self.plan.task, batch_size, views)
         self.engine.train()
         return evaluation
@@ -330,14 +327,6 @@ def _load(checkpoint: Checkpoint, ds_engine: Engine, objective: Objective) -> No
         technique.resume(checkpoint.techniques[technique.name])
 
 
-def _explaining_memory(plan: PhasePlan, progress: Progress, where: str, field: str) -> AbstractContextManager[None]:
+def _explaining_memory(plan: PhasePlan, progress: Progress, where: str, cure: str) -> AbstractContextManager[None]:
     """Let an error for lack of memory inside say how far the phase had come, and what to change."""
-    phase, config = plan.phase, plan.engine_config
-
-    def situation() -> str:
-        return f"That was after step {progress.step} of phase {phase.name}."
-
-    if field == EVAL_FIELD:
-        return explaining_memory(where, field, phase.per_device_eval_batch_size, config, situation)
-    more = [] if phase.gradient_checkpointing else ["set gradient_checkpointing in the phase"]
-    return explaining_memory(where, field, config[MICRO], config, situation, more)
+    return out_of_memory_named(where, lambda: f"That was after step {progress.step} of phase {plan.phase.name}. {cure}")

@@ -28,6 +28,13 @@ from ds_trainer.tasks.task import Task
 from ds_trainer.techniques.registry import build_techniques
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
+EVAL_CURE = "Lower per_device_eval_batch_size or the task's max_seq_length."
+TRAIN_CURE = (
+    "Lower per_device_train_batch_size and raise gradient_accumulation_steps as much, set gradient_checkpointing in "
+    "the phase, raise zero_optimization.stage, or lower the task's max_seq_length."
+)
+"""What to change where memory does not suffice."""
+
 
 @dataclass(frozen=True)
 class PhaseModel:

@@ -14,14 +14,13 @@ from ds_trainer.deploy.card import write_cards
 from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.deploy.measuring import measure_costs
 from ds_trainer.engine.checkpoint import Checkpoint, Checkpoints
-from ds_trainer.engine.memory import EVAL_FIELD, explaining_memory
 from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.pretrained import dtype_of
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.joining import joined
+from ds_trainer.ranks.joining import joined, out_of_memory_named
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.recipe.jobs import TrainJob
 from ds_trainer.recipe.recipe import Phase, task_of
@@ -30,7 +29,7 @@ from ds_trainer.report.log import RunLog, RunStatus
 from ds_trainer.report.page import write_report
 from ds_trainer.report.results import dry_run_table, results_table
 from ds_trainer.run.loop import train
-from ds_trainer.run.phase import PhasePlan, folder_of, plan_phase
+from ds_trainer.run.phase import EVAL_CURE, PhasePlan, folder_of, plan_phase
 from ds_trainer.run.rehearsal import rehearse_phases
 from ds_trainer.run.resuming import (
     checkpoint_to_go_back_to,
@@ -186,8 +185,7 @@ def _keep_as_it_is(plan: PhasePlan, log: RunLog) -> dict[str, Any]:
 
 def _evaluating(what: str, plan: PhasePlan) -> AbstractContextManager[None]:
     """Name the place and the cure where memory does not suffice for an evaluation."""
-    where, batch_size = f" in the evaluation of {what}phase {plan.phase.name}", plan.phase.per_device_eval_batch_size
-    return explaining_memory(where, EVAL_FIELD, batch_size)
+    return out_of_memory_named(f" in the evaluation of {what}phase {plan.phase.name}", lambda: EVAL_CURE)
 
 
 def _add_costs(job: TrainJob, results: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ds_trainer.deploy.export import export_state_dict
-from ds_trainer.engine.memory import explaining_memory
 from ds_trainer.engine.saved_states import weights_of
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError, damage_of
 from ds_trainer.files.messages import aligned
@@ -27,7 +26,7 @@ from ds_trainer.files.writing import write_artifacts, write_json
 from ds_trainer.models.folders import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
-from ds_trainer.ranks.joining import joined, print_json, silence_transformers
+from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json, silence_transformers
 from ds_trainer.ranks.stopping import leaving
 from ds_trainer.recipe.exit_specs import EXITS_FILE
 from ds_trainer.recipe.jobs import DTYPES, CalibrateJob, EvaluateJob
@@ -44,6 +43,9 @@ from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits
 from ds_trainer.techniques.registry import build_techniques
 from ds_trainer.techniques.technique import PhaseLength, Technique
+
+_CURE = "Lower --batch_size or the task's max_seq_length."
+"""What to change where memory does not suffice."""
 
 
 def evaluate_folder(job: EvaluateJob) -> dict[str, float]:
@@ -109,7 +111,7 @@ def calibrate_exits(job: CalibrateJob) -> None:
     with joined():
         task = build_task(job.task, job.model, job.cache_dir)
         task.check_trained(job.model)
-        with explaining_memory(" in the calibration", "--batch_size", job.batch_size):
+        with out_of_memory_named(" in the calibration", lambda: _CURE):
             print_json(calibrate_folder(Path(job.model), task, job.batch_size, job.exits))
 
 
@@ -118,7 +120,7 @@ def _scored(job: EvaluateJob) -> tuple[dict[str, float], dict[str, Any]]:
     task = build_task(job.task, job.model, job.cache_dir)
     saved = saved_exits(job.model)
     policy = job.exit_policy(saved)
-    with explaining_memory(" in the evaluation", "--batch_size", job.batch_size):
+    with out_of_memory_named(" in the evaluation", lambda: _CURE):
         evaluation = score_folder(task, job.model, job.batch_size)
         for warning in evaluation.warnings:
             distributed.warn(f"{job.model}: {warning}")

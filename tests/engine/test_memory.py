@@ -7,29 +7,23 @@ to its argument, by case, the bytes by arithmetic and those counted.
 from __future__ import annotations
 
 import json
-import re
 import sys
-import weakref
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support.launching import chosen, run_deepspeed
 
 from ds_trainer.engine.memory import (
-    EVAL_FIELD,
-    TRAIN_FIELD,
     Activations,
     ModelSizes,
     PhaseMemory,
-    explaining_memory,
     offloaded,
     rank_memory,
 )
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import OutOfMemoryError, UserError, exit_code
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.run.rehearsal import LiveMemory
 
 SIZES = ModelSizes(trained=1000, frozen=200, largest=300)
@@ -80,57 +74,6 @@ def test_a_phase_is_described_by_its_parts():
     assert described["peak_of_the_gpu"] == memory.peak(2000) + 4200 - 250 * 12
     with pytest.raises(UserError, match="the model does not have it"):
         PhaseMemory(SIZES, lines[:1], 0, 0, 0, False).describe(BATCH, True)
-
-
-@pytest.mark.parametrize("allocate", [torch.empty, np.empty, bytearray])
-def test_whatever_allocator_fails_it_is_one_error_with_a_code_of_its_own(allocate):
-    """Torch, numpy and Python each have another error for it; what the failed step held is free again."""
-    kept = []
-
-    def step() -> None:
-        activations = torch.ones(10)
-        kept.append(weakref.ref(activations))
-        allocate(10**15)
-
-    with pytest.raises(OutOfMemoryError) as error, explaining_memory(" in a test", "--batch_size", 64):
-        step()
-    cure = r"Lower --batch_size \(now 64\), or lower the task's max_seq_length\."
-    assert re.fullmatch(rf"rank 0 \(host .+\) ran out of memory in a test: .+\. {cure}", str(error.value))
-    assert exit_code(error.value) == 6
-    assert kept[0]() is None
-    # only rank 0 scores: the other ranks end with the same exit code, and without a message
-    of_others = distributed._for_other_ranks(MemoryError("Unable to allocate 7 PiB"))
-    assert (type(of_others), getattr(of_others, "reporter", None)) == (OutOfMemoryError, 0)
-
-
-def test_other_errors_stay_what_they_are():
-    """A wrong shape is no matter of memory; an error that was reported already stays the same."""
-    for mistake in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OutOfMemoryError("x"), KeyError("x")):
-        with pytest.raises(type(mistake)) as error, explaining_memory("", "x", 1):
-            raise mistake
-        assert error.value is mistake
-
-
-def test_the_advice_names_what_can_still_be_changed(monkeypatch):
-    """No batch of less than one, no stage above 3, no sharing by one rank."""
-
-    def advice(field, size, stage, **more):
-        zero = {"zero_optimization": {"stage": stage}}
-        with pytest.raises(OutOfMemoryError) as error, explaining_memory("", field, size, zero, **more):
-            raise MemoryError("x")
-        return str(error.value).partition("ran out of memory: x. ")[2]
-
-    least = "ower the task's max_seq_length."
-    more = {"situation": lambda: "It was late.", "more": ["set y"]}
-    raised = "raise gradient_accumulation_steps as much"
-    assert (
-        advice(TRAIN_FIELD, 8, 2, **more)
-        == f"It was late. Lower {TRAIN_FIELD} (now 8) and {raised}, or set y, or l{least}"
-    )
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    assert advice(EVAL_FIELD, 1, 3) == f"L{least}"
-    raised = "raise zero_optimization.stage (now 2)"
-    assert advice(EVAL_FIELD, 2, 2) == f"Lower {EVAL_FIELD} (now 2), or {raised}, or l{least}"
 
 
 def counted(config: dict, vocabulary: int) -> tuple[int, int]:

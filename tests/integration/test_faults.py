@@ -209,9 +209,8 @@ def test_out_of_memory_is_one_message_of_one_rank(server, words, output, where, 
     who = rf"error: rank [{min(ranks)}-{max(ranks)}] \(host .+, process \d+\)"
     assert re.match(rf"{who} ran out of memory in {where}: ", message)
     assert OUT_OF_MEMORY in message
-    step, size = (4, "train_batch_size") if where == "training" else (10, "eval_batch_size (now 8)")
-    assert f"That was after step {step} of phase prune. Lower per_device_{size}" in message
-    assert ", or raise zero_optimization.stage (now 2), or lower" in message
+    step, field = (4, "train_batch_size") if where == "training" else (10, "eval_batch_size")
+    assert f"That was after step {step} of phase prune. Lower per_device_{field} " in message
     assert re.search(r"\nfailed: .*checkpoint-\d+ is saved; --resume goes on from it, in phase prune\n", run.text)
     status = status_of(output)
     assert (status["state"], status["exit_code"], OUT_OF_MEMORY in status["message"]) == ("failed", 6, True)

@@ -268,7 +268,7 @@ HOSTILE = [
     (lambda run: spoil(run / "checkpoint-4"), "checkpoint-4 is damaged (mp_rank_00_model_states.pt is not"),
     (lambda run: (run / "recipe.json").unlink(), "does not lie in the folder of a run: neither "),
     (lambda run: edit_recipe(run, lambda recipe: recipe.update(phasen=[])), 'unknown key; did you mean "phases"?'),
-    (rename_phase(1, "cut"), "was written by the phase prune, but lies in the folder of "),
+    (rename_phase(1, "cut"), "was written by the phase prune, which "),
     (lambda run: shutil.rmtree(run / "finetune"), "finetune/model does not exist"),
     (change_start, "do not go into the model that "),
     (change_task, "nowhere/validation.csv"),

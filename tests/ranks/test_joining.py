@@ -1,17 +1,21 @@
 """Remote debugging: rank 0 alone listens, at 127.0.0.1 alone, until a debugger has attached; or one clear error."""
 
+import re
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from support.launching import ROOT, free_port
 
-from ds_trainer.ranks import joining
-from ds_trainer.ranks.failures import StoppedError, UserError
-from ds_trainer.ranks.joining import wait_for_debugger
+from ds_trainer.ranks import distributed, joining
+from ds_trainer.ranks.failures import OutOfMemoryError, StoppedError, UserError, exit_code
+from ds_trainer.ranks.joining import out_of_memory_named, wait_for_debugger
 
 debugpy = pytest.importorskip("debugpy")
 
@@ -83,3 +87,31 @@ def test_without_debugpy_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "debugpy", None)
     with pytest.raises(UserError, match="pip install debugpy"):
         wait_for_debugger(free_port())
+
+
+@pytest.mark.parametrize("allocate", [torch.empty, np.empty, bytearray])
+def test_whatever_allocator_fails_it_is_one_error_with_a_code_of_its_own(allocate):
+    """Torch, numpy and Python each have another error for it; what the failed step held is free again."""
+    kept = []
+
+    def step() -> None:
+        activations = torch.ones(10)
+        kept.append(weakref.ref(activations))
+        allocate(10**15)
+
+    with pytest.raises(OutOfMemoryError) as error, out_of_memory_named(" in a test", lambda: "Lower it."):
+        step()
+    assert re.fullmatch(r"rank 0 \(host .+\) ran out of memory in a test: .+\. Lower it\.", str(error.value))
+    assert exit_code(error.value) == 6
+    assert kept[0]() is None
+    # only rank 0 scores: the other ranks end with the same exit code, and without a message
+    of_others = distributed._for_other_ranks(MemoryError("Unable to allocate 7 PiB"))
+    assert (type(of_others), getattr(of_others, "reporter", None)) == (OutOfMemoryError, 0)
+
+
+def test_other_errors_stay_what_they_are():
+    """A wrong shape is no matter of memory; an error that was reported already stays the same."""
+    for mistake in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OutOfMemoryError("x"), KeyError("x")):
+        with pytest.raises(type(mistake)) as error, out_of_memory_named("", str):
+            raise mistake
+        assert error.value is mistake
