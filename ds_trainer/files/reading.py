@@ -1,4 +1,4 @@
-"""Read a file as a whole: only regular files, and none that is larger than memory allows. Hash files and models.
+"""Read a file as a whole, and hash files and models.
 
 What users write is read as DeepSpeed reads its own files: as Hjson, in which comments and trailing commas are fine. Our
 errors say in addition which key stands twice. This module loads neither torch nor DeepSpeed.
@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ from typing import Any
 import hjson
 import psutil
 
-from ds_trainer.files.messages import cut, kind_of, listed
+from ds_trainer.files.messages import kind_of, listed
 from ds_trainer.ranks.failures import UserError
-
-_MOST_BYTES_OF_SETTINGS = 2**20
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The files in which a container sees its memory limit: of cgroup v2, and of v1."""
@@ -28,34 +25,18 @@ _NOT_LOADED = (".*", "*.md", "*.onnx*", "export.json")
 """What no model is loaded from, and commands add to a folder after its model was used."""
 
 
-def read_file(path: Path, name: str | None = None, max_bytes: int | None = None) -> bytes:
-    """Return the bytes of a regular file of at most `max_bytes` (default: `largest_file()`).
-
-    Raises UserError, which calls the file `name` (default: its path).
-    """
-    check_file(path, name, max_bytes)
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{name or path} cannot be read: {error.strerror}") from None
+def read_file(path: Path, name: str | None = None) -> bytes:
+    """Return the bytes of a file. Raises UserError, which calls the file `name` (default: its path)."""
+    check_file(path, name)
+    return path.read_bytes()
 
 
-def check_file(path: Path, name: str | None = None, max_bytes: int | None = None) -> None:
+def check_file(path: Path, name: str | None = None) -> None:
     """Raise the UserError that `read_file` would raise, without opening the file."""
-    name = name or str(path)
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        raise UserError(f"{name} does not exist") from None
-    except (OSError, ValueError) as error:  # a ValueError: the name holds a NUL character
-        raise UserError(f"{name} cannot be read: {getattr(error, 'strerror', 'it is no valid name')}") from None
-    if stat.S_ISDIR(status.st_mode):
-        raise UserError(f"{name} is a folder: name a file in it")
-    if not stat.S_ISREG(status.st_mode):  # a pipe blocks until somebody writes to it, and only one rank would read it
-        raise UserError(f"{name} is a pipe or a device: name a regular file, since every rank reads it")
-    max_bytes = max_bytes or largest_file()
-    if status.st_size > max_bytes:
-        raise UserError(f"{name} has {status.st_size:,} bytes: at most {max_bytes:,} are read into memory")
+    if not os.path.isfile(path):
+        raise UserError(f"{name or path} {'is not a file' if os.path.exists(path) else 'does not exist'}")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{name or path} cannot be read: permission denied")
 
 
 def read_value(path: Path) -> Any:
@@ -63,7 +44,7 @@ def read_value(path: Path) -> Any:
     raw = read_file(path)
     try:
         return json.loads(raw.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} cannot be read: it is not JSON: {error}") from None
 
 
@@ -75,7 +56,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_json(path: str | Path, role: str) -> dict[str, Any]:
     """Read the object that a user wrote; `role` names the file in errors, e.g. "the recipe"."""
     name = f"{role} {path}"
-    return parse_json(read_file(Path(path), name, _MOST_BYTES_OF_SETTINGS), name)
+    return parse_json(read_file(Path(path), name), name)
 
 
 def parse_json(raw: bytes, name: str) -> dict[str, Any]:
@@ -85,36 +66,11 @@ def parse_json(raw: bytes, name: str) -> dict[str, Any]:
         if not text.strip():
             raise UserError("it is empty: it must be an object, {...}")
         data = hjson.loads(text, object_pairs_hook=_without_duplicates)
-    except UserError as error:
-        cause = str(error)
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        cause = f"line {line} is not UTF-8: save it as UTF-8"
-    except hjson.HjsonDecodeError as error:
-        cause = f"{cut(error.msg, 200)} at line {error.lineno}, column {error.colno}"
-    except (IndexError, RecursionError, OverflowError, ValueError) as error:
-        # Hjson raises an IndexError at an end where it expects none; Python reads no number of thousands of digits
-        causes = {IndexError: "it ends inside a comment or a text", RecursionError: "it is nested too deeply"}
-        cause = causes.get(type(error), "a number is too large")
-    else:
-        if mistake := value_mistake(data):
-            raise UserError(f"{name} {mistake}")
-        return _object(data, name)
-    raise UserError(f"{name} is not JSON: {cause}")
-
-
-def value_mistake(data: Any) -> str | None:
-    """Say why a value could not be written back as JSON or be used as a path; None where it can."""
-    try:
-        text = json.dumps(data, allow_nan=False, ensure_ascii=False)
-        text.encode()
-    except UnicodeEncodeError:
-        return "holds half a surrogate pair, which is no character"
-    except RecursionError:
-        return "is nested too deeply"
-    except ValueError:
-        return "holds a number that JSON has not: NaN, Infinity, or one of thousands of digits"
-    return "holds a NUL character" if "\\u0000" in text else None
+        json.dumps(data, allow_nan=False)  # refuses NaN and Infinity, which DeepSpeed would take
+    except (ValueError, IndexError, OverflowError) as error:
+        # Hjson raises an IndexError at an end inside a comment, and an OverflowError at 1e400
+        raise UserError(f"{name} is not JSON: {error}") from None
+    return _object(data, name)
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:
@@ -129,15 +85,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def memory_limit() -> int:
-    """Return the bytes of memory that this process may use: the host's, or its control group's where that has less."""
-    limits = [psutil.virtual_memory().total]
-    for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or says "max"
-            limits.append(int(path.read_text(encoding="ascii")))
-    return min(limits)
-
-
 def free_memory() -> int:
     """Return the bytes of memory that are free on this host, or in this process's control group."""
     available: int = psutil.virtual_memory().available
@@ -147,11 +94,6 @@ def free_memory() -> int:
             cached = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
             available = min(available, int(path.read_text("ascii")) - int(used.read_text("ascii")) + cached)
     return available
-
-
-def largest_file() -> int:
-    """Return how many bytes a file may have: as Python's objects, its text takes several times as many."""
-    return memory_limit() // 8
 
 
 def content_hash(path: Path) -> bytes:

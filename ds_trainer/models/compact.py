@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ds_trainer.files.messages import quoted
-from ds_trainer.files.reading import memory_limit
+from ds_trainer.files.reading import free_memory
 from ds_trainer.files.run_folder import MODEL_FILES
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.folders import COMPACT_FILE, as_user_error
@@ -74,7 +74,7 @@ def write_compact(state: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
 def read_compact(path: Path) -> dict[str, Tensor]:
     """Read the weights of a compact file, whole, floats as fp32. UserError where it is none, or its parts do not agree.
 
-    A file of a few bytes may unpack to 32 times as many: one that this host's memory cannot hold is refused.
+    A file of a few bytes may unpack to 32 times as many: one that this host's free memory cannot hold is refused.
     """
     with as_user_error(f"{path} is no sound compact file"), safe_open(path, framework="np") as file:
         header = file.metadata() or {}
@@ -83,9 +83,11 @@ def read_compact(path: Path) -> dict[str, Tensor]:
         if header.get("version") != _VERSION:
             raise UserError(f"its version is {quoted(header.get('version'))}, and {_VERSION} is known")
         entries: dict[str, dict[str, Any]] = json.loads(header["tensors"])
-        room, wanted = memory_limit(), 8 * sum(math.prod(entry["shape"]) for entry in entries.values())
+        room, wanted = free_memory(), 8 * sum(math.prod(entry["shape"]) for entry in entries.values())
         if wanted > room:
-            raise UserError(f"it unpacks to more than this host's memory: {wanted:,} bytes on the way, of {room:,}")
+            raise UserError(
+                f"it unpacks to more than is free in memory: {wanted:,} bytes on the way, of {room:,}"
+            )
         return {name: torch.from_numpy(_unpacked(name, file, **entry)) for name, entry in entries.items()}
 
 

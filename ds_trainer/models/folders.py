@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import safe_open
 
 from ds_trainer.files.messages import listed, quoted
-from ds_trainer.files.reading import check_file, read_value
+from ds_trainer.files.reading import read_value
 from ds_trainer.ranks.failures import UserError, first_line
 from ds_trainer.recipe.saved_checkpoint import CHECKPOINT
 from ds_trainer.recipe.trust import Trust
@@ -24,8 +24,6 @@ from ds_trainer.recipe.trust import Trust
 COMPACT_FILE = "model.compact.safetensors"
 """The weights of a compact folder, which `compact.py` writes and reads."""
 _SAFE, _PICKLE, _INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
-_MOST_BYTES = 256 << 20
-"""The size limit of a folder's JSON files: the tokenizer of 256,000 words has 35 MiB."""
 _KERNEL_FIELDS = {"attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"}
 
 
@@ -170,17 +168,12 @@ def check_folder(folder: Path, trust: Trust) -> None:
 
 
 def read_config(folder: Path, trust: Trust) -> dict[str, Any]:
-    """Read config.json, and check the folder's other JSON files for their size.
-
-    UserError where there is no config, or one that names code which the user has not permitted.
-    """
+    """Read config.json. UserError where there is none, or one that names code which the user has not permitted."""
     if not os.path.isdir(folder):
         raise UserError(f"the model folder {folder} {'is a file' if os.path.isfile(folder) else 'does not exist'}")
     if not os.path.lexists(folder / "config.json"):
         inside = f"; {folder / 'model'} is one" if (folder / "model" / "config.json").is_file() else ""
         raise UserError(f"the model folder {folder} has no config.json: it is not a transformers model{inside}")
-    for path in sorted(folder.glob("*.json")):
-        check_file(path, max_bytes=_MOST_BYTES)
     config = read_value(folder / "config.json")
     if not isinstance(config, dict):
         raise UserError(f"{folder / 'config.json'} holds {quoted(config)}: it must be an object, {{...}}")

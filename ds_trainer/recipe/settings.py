@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 from ds_trainer.files.messages import cut, listed, shown
-from ds_trainer.files.reading import value_mistake
 from ds_trainer.ranks.failures import UserError
 
 _DEEPEST = 100
@@ -31,8 +30,10 @@ def parse_setting(setting: str) -> tuple[list[str], Any]:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = text
-    if mistake := value_mistake({path: value}):
-        raise UserError(f'--set "{cut(setting, 200)}" {mistake}')
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise UserError(f'--set "{cut(setting, 200)}": NaN and Infinity are no numbers in JSON') from None
     return parts, value
 
 

@@ -5,11 +5,9 @@ Nothing is trained: every check of a command comes before torch is loaded, and a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzzing import NOISY, ODD_FILES, TEXTS, as_json, fuzzed, odd_file, places, refusal, spoilt_json, values
+from support.fuzzing import NOISY, TEXTS, as_json, fuzzed, places, refusal, spoilt_json, values
 from support.launching import ROOT
 
 from ds_trainer.cli.evaluate import calibrate_parser, evaluate_parser, read_calibrate_job, read_evaluate_job
@@ -113,35 +111,3 @@ def test_what_is_not_spoilt_is_taken(folder: Path) -> None:
     """Else a check that comes first might be all that is run."""
     for read, (_, arguments) in COMMANDS.items():
         assert refusal(read, arguments) == ""
-
-
-HUGE = {
-    "task.max_seq_length": "9" * 100_000,
-    "phases.0.train_batch_size": "1" + "0" * 400,
-    "phases.0.techniques.exits.layers": json.dumps([1] * 1_000_000),
-    "phases": json.dumps([{"name": f"p{n}", "max_steps": 1} for n in range(500)]),
-    "model.config": "[" * 100_000,
-}
-
-
-@pytest.mark.parametrize("field", HUGE)
-def test_huge_numbers_and_lists_take_no_memory(field: str, folder: Path) -> None:
-    """Nothing is made in the size that a number says; checking takes a small multiple of what was written."""
-    arguments = [*TRAIN, "--set", f"{field}={HUGE[field]}"]
-    refusal(read_train_job, arguments)
-    tracemalloc.start()
-    try:
-        with contextlib.suppress(ValueError):
-            read_train_job(arguments)
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most < 20e6 + 100 * len(HUGE[field])
-
-
-@pytest.mark.parametrize("kind", ODD_FILES)
-def test_what_is_no_file_is_not_read(kind: str, folder: Path, tmp_path: Path) -> None:
-    """A folder, a pipe nobody writes to, a device without an end, a file beyond any memory: refused by name at once."""
-    odd = str(odd_file(tmp_path / "odd.json", kind))
-    for flag in ("--recipe", "--deepspeed_config"):
-        assert refusal(read_train_job, [*TRAIN, flag, odd], "odd.json")

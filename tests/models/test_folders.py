@@ -103,7 +103,6 @@ BY_FILES: dict[str, tuple[Spoil, str]] = {
     "a config cut short": (cut("config.json", 0.5), "it is not JSON"),
     "a config of another kind": (put("config.json", "[]"), "holds []: it must be an object"),
     "a kernel of the hub": (edit("config.json", text_config={"_attn_implementation": {"": "a/b"}}), "which is code"),
-    "a tokenizer of two GiB": (lambda folder: os.truncate(folder / "tokenizer.json", 2**31), "has 2,147,483,648 bytes"),
     "no weights": (drop(WEIGHTS), "has no weights: it has no model.safetensors"),
     "weights cut short": (cut(WEIGHTS, 0.5), "model.safetensors is no safetensors file, or it was cut short"),
     "an index that leads out": (index_of("../../x.safetensors"), "no .safetensors files here: '../../x.safetensors'"),

@@ -14,7 +14,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
@@ -30,15 +29,14 @@ NOISE = re.compile(
 TIMES = float(os.environ.get("FUZZ_TIMES", "1"))
 """How many times as many inputs as by default; with more than one time they are drawn anew in every run."""
 
-RAW = {"@deep@": "[" * 10_000 + "]" * 10_000, "@digits@": "9" * 100_000, "@huge@": "1e400", "@nan@": "NaN"}
-RAW |= {"@half a pair@": '"\\ud800"', "@python@": "None"}
+RAW = {"@digits@": "9" * 100_000, "@huge@": "1e400", "@nan@": "NaN", "@python@": "None"}
 """JSON that `json.dumps` does not write, by the text that stands for it."""
-TEXTS = ["", "auto", "\x00", "a\nb", "\u202egnp", "\ud800", "/dev/zero", "/", "../../x", "/etc/passwd", "~nobody/x"]
+TEXTS = ["", "auto", "a\nb", "\u202egnp", "/dev/zero", "/", "../../x", "/etc/passwd", "~nobody/x"]
 TEXTS += ["@", "@model", "*", "[", "**", "1e999", "nan", "x" * 300, "x/" * 3000, "x" * 100_000, "%s%n", "<b>", "squad"]
 NUMBERS = [0, -1, 1, 3, 2**31, 2**63, 2**64, 10**12, 10**400, -(10**400), -0.0, 0.5, -1.5, 1e-320, 1e308]
 OTHERS = [None, True, [], {}, [[]], [None], {"": 1}, {"name": "x"}, [0] * 5000, {f"k{n}": n for n in range(3000)}]
-PIECES = [b"", b"\x00", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\n", b"\r", b"\t", b'"', b"[", b"}", b",", b"nan"]
-PIECES += [b"\\u", b"//", b"\xe2\x80\xa8", b"NaN", b"1e999", b"9" * 5000, b"[" * 10_000, b"x" * 100_000, b'"' * 5001]
+PIECES = [b"", b"\xff", b"\xef\xbb\xbf", b"\n", b"\r", b"\t", b'"', b"[", b"}", b",", b"nan"]
+PIECES += [b"//", b"\xe2\x80\xa8", b"NaN", b"1e999", b"9" * 5000, b"x" * 100_000, b'"' * 5001]
 NOISY = st.binary(max_size=200) | st.text(max_size=80).map(lambda text: text.encode(errors="surrogatepass"))
 
 
@@ -125,20 +123,3 @@ def spoilt_bytes(draw: st.DrawFn, raw: bytes) -> bytes:
         raw = raw[:start] + draw(st.sampled_from([*PIECES, raw[start:end] * 2]) | NOISY) + raw[end:]
     encoding = draw(st.sampled_from([*["utf-8"] * 9, "utf-16", "utf-16-le", "latin-1", "utf-8-sig", "cp500"]))
     return raw if encoding == "utf-8" else raw.decode("utf-8", "replace").encode(encoding, "replace")
-
-
-ODD_FILES = ["folder", "fifo", "/dev/zero", "dangling", "loop", "vast"]
-
-
-def odd_file(place: Path, kind: str) -> Path:
-    """Make what stands in place of a file: none of it may be read, or not whole."""
-    if kind == "folder":
-        place.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(place)
-    elif kind == "vast":  # takes no room on disk
-        with place.open("wb") as file:
-            file.truncate(2**43)
-    else:
-        place.symlink_to({"dangling": "nowhere", "loop": place.name}.get(kind, kind))
-    return place

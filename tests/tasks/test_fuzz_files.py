@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.fuzzing import NOISY, ODD_FILES, as_json, fuzzed, odd_file, refusal, spoilt_bytes, spoilt_json
+from support.fuzzing import NOISY, as_json, fuzzed, refusal, spoilt_bytes, spoilt_json
 from support.official_files import OFFICIAL
 from support.report_runs import write_run
 from transformers import BertConfig, BertModel
@@ -144,16 +144,6 @@ def test_tokens(name: str, texts: list[str], folder: Path, tmp_path_factory: Any
         assert examples.lengths.max() <= spec.max_seq_length
 
     refusal(read, [], "tokens", "train")
-
-
-@pytest.mark.parametrize("kind", ODD_FILES)
-def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
-    """A folder, a pipe, a device without an end, a file beyond any memory: refused by name, at once."""
-    cases = [("sst2", "train.tsv"), *(("text", f"a.{kind}") for kind in ("csv", "tsv", "jsonl", "parquet"))]
-    for name, file in (*cases, ("squad", "train-v1.1.json"), ("mlm", "a.txt"), ("clm", "a.jsonl")):
-        (tmp_path / name).mkdir(exist_ok=True)
-        odd_file(tmp_path / name / file, kind)
-        assert refused(task(tmp_path / name, name, file, **(TABLE if name == "text" else {})), file)
 
 
 REPORTED = ["all_results.json", "recipe.json", "log.jsonl", "command.json", "eval/exits.json"]

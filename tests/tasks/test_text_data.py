@@ -137,20 +137,6 @@ def test_columns_of_a_table_without_a_header_are_numbers(tmp_path: Path) -> None
         assert check_data_files(text_spec(tmp_path, "a.csv", **fields))[0] == message
 
 
-def test_the_memory_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is less than the host's; "max" is none."""
-    monkeypatch.setattr(reading, "_CGROUP_LIMITS", (tmp_path / "absent", tmp_path / "limit"))
-    (tmp_path / "limit").write_text("max\n")
-    host = reading.memory_limit()
-    (tmp_path / "limit").write_text(f"{2 * host}\n")
-    assert reading.memory_limit() == host
-    (tmp_path / "limit").write_text("800\n")
-    assert (reading.memory_limit(), reading.largest_file()) == (800, 100)
-    (tmp_path / "a.csv").write_text("text,label\n" + "a,1\n" * 25)
-    with pytest.raises(ValueError, match=r"a\.csv has 111 bytes: at most 100"):
-        read(text_spec(tmp_path, "a.csv"))
-
-
 BROKEN = {
     "missing column": ("a.csv", b"text,lable\nx,1\n", r"a\.csv, line 1: no column 'label'; .* are: 'text', 'lable'"),
     "semicolons": ("a.csv", b"text;label\nx;1\n", r"no column 'text', 'label'; .*; cells must be apart by commas"),
