@@ -116,7 +116,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_push_flag(self) -> None:
         help = "send the model folder to this repository of the Hugging Face hub, which is made unless it exists"
-        self.add_argument("--push_to_hub", metavar="NAME", type=_hub_name, help=help)
+        self.add_argument("--push_to_hub", metavar="NAME", help=help)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.format_usage().strip()}")
@@ -232,16 +232,6 @@ def output_path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("it is empty: give a folder, . for the current one")
     return Path(text)
-
-
-def _hub_name(text: str) -> str:
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(text)
-    except HFValidationError as error:
-        raise argparse.ArgumentTypeError(f"it is {shown(text)}: write NAME or OWNER/NAME ({error})") from None
-    return text
 
 
 def _is_of_the_disk(error: Exception) -> bool:

@@ -12,7 +12,6 @@ import math
 import shlex
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from statistics import fmean, median
@@ -227,9 +226,8 @@ def write_results(job: TuneJob, tried: Sequence[Trial], best: Trial, note: str) 
 
 
 def rows(job: TuneJob, tried: Sequence[Trial]) -> Iterator[Row]:
-    """Yield a row for each trial that was started, the best first, and one for each reason why others were not."""
-    started = [trial for trial in tried if trial.lasted]
-    for trial in sorted(started, key=lambda trial: math.inf if trial.value is None else -job.sign * trial.value):
+    """Yield a row for each trial, the best first."""
+    for trial in sorted(tried, key=lambda trial: math.inf if trial.value is None else -job.sign * trial.value):
         yield {
             job.unit: "" if trial.value is None else f"{trial.value:.4g}",
             "settings": label(trial.settings),
@@ -237,5 +235,3 @@ def rows(job: TuneJob, tried: Sequence[Trial]) -> Iterator[Row]:
             "seconds": f"{trial.lasted:,.0f}",
             "outcome": f"{trial.outcome}: {trial.reason}" if trial.reason else trial.outcome,
         }
-    others = Counter(f"{trial.outcome}: {trial.reason}" for trial in tried if not trial.lasted)
-    yield from ({"settings": f"{count} more", "outcome": reason} for reason, count in others.most_common())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -218,16 +217,6 @@ def test_a_run_in_a_notebook_names_its_folder_to_the_monitors_while_it_lasts(com
     assert train(job := read_train_job([*words, "--dry_run"])) == {}
     assert calls == [job]
     assert capsys.readouterr().out == "the table\n"
-
-
-def test_a_permission_that_is_missing_is_one_line(capsys):
-    """Wherever a command meets it: the system's words name the file."""
-
-    def denied(_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", "/models/exits.json")
-
-    assert run_command(denied, []) == 1
-    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/models/exits.json'\n"
 
 
 def test_settings_change_one_field():

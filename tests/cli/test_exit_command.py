@@ -48,8 +48,6 @@ def test_evaluation_scores_the_exits_of_a_folder_on_any_number_of_ranks(
         assert scores[f"early_exit/{name}"] == of_exits[f"early_exit/{name}"]
     assert of_split["heads"] == alone_of_split["heads"]
     assert of_split["early_exit"]["exit_counts"] == alone_of_split["early_exit"]["exit_counts"]
-    layers, expected = ([p["mean_layers"] for p in each["curves"]["entropy"]] for each in (of_split, alone_of_split))
-    assert layers == pytest.approx(expected, abs=0.05)
     _, *rows = (tmp_path / "eval" / "predictions.csv").read_text().splitlines()
     right = sum(label == answer for _, label, answer, *_ in (row.split(",") for row in rows))
     assert right / len(rows) == pytest.approx(scores["accuracy"])
@@ -85,19 +83,10 @@ def test_the_commands_calibrate_and_then_evaluate_by_other_thresholds(
     [
         (read_calibrate_job, ["--target_speedup", "0.5"], "--target_speedup is 0.5: it must be greater than or equal"),
         (read_calibrate_job, ["--max_drop", "1", "--patience", "2"], "--patience 2: it goes with a regression"),
-        (
-            read_calibrate_job,
-            ["--max_drop", "1", "--criterion", "entropy", "--patience", "2"],
-            'patience goes with criterion "patience"',
-        ),
         (read_calibrate_job, ["--max_drop", "1", "--set", "held_out=0.3"], "task.held_out is 0.3, and the exit heads"),
         (read_calibrate_job, ["--max_drop", "1", "--set", "held_out=0"], "give --set held_out=0.25"),
         (read_evaluate_job, ["--early_exit_entropy", "0.1,0.2"], "2 thresholds for 3 heads by entropy: give 3"),
-        (
-            read_evaluate_job,
-            ["--early_exit_confidence", "0.9,"],
-            'it is "0.9,": write a number, or several with commas',
-        ),
+        (read_evaluate_job, ["--early_exit_confidence", "0.9,"], "write a number, or several with commas"),
         (read_evaluate_job, ["--early_exit_confidence", "95"], "--early_exit_confidence is 95.0: write a number from"),
     ],
 )
@@ -143,9 +132,9 @@ def test_a_policy_on_the_command_line_is_taken(
     each = policy(classifier, "--early_exit_confidence", "0.7,0.8,0.9")
     assert each == ExitPolicy(criterion="confidence", thresholds=[0.7, 0.8, 0.9])
     assert policy(classifier, "--patience", "3") == ExitPolicy(criterion="patience", patience=3)
-    (tmp_path / "scores.csv").write_text("text,kind\na pear,0.5\nan owl,0.25\n")
+    (tmp_path / "train.csv").write_text("text,kind\na pear,0.5\nan owl,0.25\n")
+    shutil.copy(tmp_path / "train.csv", tmp_path / "validation.csv")
     regression = ["--set", "regression=true", "--data_dir", str(tmp_path)]
-    regression += [w for split in ("train", "validation") for w in ("--set", f'{split}_file="scores.csv"')]
     patient = policy(regressor, *regression, "--patience", "3")
     assert patient == ExitPolicy(criterion="patience", thresholds=[0.3] * 3, patience=3)
     with pytest.raises(ValueError, match="a regression has no probabilities"):
