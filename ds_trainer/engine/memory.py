@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
 from ds_trainer.engine.keys import flag_at, offloads, precision_of, value_at, zero_stage
-from ds_trainer.ranks.failures import UserError
 
 if TYPE_CHECKING:  # the arithmetic is done where torch is not loaded
     from torch import nn
@@ -133,20 +132,14 @@ def rank_memory(sizes: ModelSizes, config: Mapping[str, Any], world: int) -> Ran
 
 
 @dataclass(frozen=True)
-class Activations:
-    """The bytes of activations of a micro-batch of the longest examples, as a line over its number of examples."""
-
-    gradient_checkpointing: bool
-    fixed: int
-    per_example: int
-
-
-@dataclass(frozen=True)
 class PhaseMemory:
     """What the ranks of a phase hold, as far as it does not depend on the engine file. Sizes are in bytes."""
 
     sizes: ModelSizes
-    activations: tuple[Activations, ...]
+    fixed: int
+    """Activations of a micro-batch of the longest examples, whatever their number."""
+    per_example: int
+    """Those of each of its examples."""
     teacher: int
     """What techniques keep on each rank beside the model."""
     shared_teacher: int
@@ -155,15 +148,12 @@ class PhaseMemory:
     """Python with its libraries, in the host's memory."""
     on_gpu: bool
 
-    def describe(self, config: Mapping[str, Any], checkpointing: bool) -> dict[str, int]:
+    def describe(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Return what each rank of a resolved engine file holds, by part, and its peak."""
         micro = config[MICRO]
         world = config[TRAIN] // (micro * config[STEPS])
         memory, teacher = rank_memory(self.sizes, config, world), self.teacher + self.shared_teacher // world
-        line = next((one for one in self.activations if one.gradient_checkpointing == checkpointing), None)
-        if line is None:
-            raise UserError("gradient_checkpointing: the model does not have it")
-        activations = line.fixed + micro * line.per_example
+        activations = self.fixed + micro * self.per_example
         parts = {"ranks": world, "gradients": memory.gradients, **memory.held, "buffers": memory.buffers}
         parts |= {"activations": activations, "teacher": teacher, "process": self.process}
         if not self.on_gpu:

@@ -24,8 +24,7 @@ from ds_trainer.cuts.cut import expected_costs
 from ds_trainer.engine.engine import check_with_deepspeed
 from ds_trainer.engine.engine_file import MICRO, STEPS
 from ds_trainer.engine.keys import flag_at, precision_of, value_at
-from ds_trainer.engine.memory import Activations, ModelSizes, PhaseMemory
-from ds_trainer.models.layers import can_recompute, set_recomputing
+from ds_trainer.engine.memory import ModelSizes, PhaseMemory
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.machine import seconds
 from ds_trainer.ranks.progress import progress
@@ -104,7 +103,7 @@ def _rehearsed(
         with begun(plan, prepared) as sizes:
             description["time"] = measure_time(plan, prepared)
             memory = measure_memory(plan, prepared, sizes, process)
-        description["memory_per_rank"] = memory.describe(plan.engine_config, phase.gradient_checkpointing)
+        description["memory_per_rank"] = memory.describe(plan.engine_config)
     return description
 
 
@@ -183,15 +182,11 @@ def measure_memory(plan: PhasePlan, prepared: PreparedPhase, sizes: ModelSizes, 
         return live.peak
 
     peak(longest[-1:])  # loads what waits for the first forward, such as a teacher
-    activations = []
-    for checkpointing in (False, True) if can_recompute(prepared.model) else (False,):
-        set_recomputing(prepared.model, checkpointing)
-        # the first time an operation or a teacher may keep something for good
-        one, two = (min(peak(longest[:rows]), peak(longest[:rows])) for rows in (1, 2))
-        activations.append(Activations(checkpointing, 2 * one - two, two - one))
+    # the first time an operation or a teacher may keep something for good
+    one, two = (min(peak(longest[:rows]), peak(longest[:rows])) for rows in (1, 2))
     held = [technique.bytes_held() for technique in prepared.objective.techniques]
     whole, shared = (sum(column) for column in zip(*held, strict=True)) if held else (0, 0)
-    return PhaseMemory(sizes, tuple(activations), whole, shared, process, torch.cuda.is_available())
+    return PhaseMemory(sizes, 2 * one - two, two - one, whole, shared, process, torch.cuda.is_available())
 
 
 def _forward_and_backward(plan: PhasePlan, prepared: PreparedPhase, ids: ExampleIds) -> None:

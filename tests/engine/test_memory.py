@@ -16,14 +16,12 @@ import torch
 from support.launching import chosen, run_deepspeed
 
 from ds_trainer.engine.memory import (
-    Activations,
     ModelSizes,
     PhaseMemory,
     offloaded,
     rank_memory,
 )
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError
 from ds_trainer.run.rehearsal import LiveMemory
 
 SIZES = ModelSizes(trained=1000, frozen=200, largest=300)
@@ -52,28 +50,24 @@ def test_optimizers_keep_their_own_number_of_values():
 
 
 def test_a_phase_is_described_by_its_parts():
-    """The teacher's share, and the activations, with and without checkpointing.
+    """The teacher's share, and the activations of a micro-batch.
 
     On a GPU, what is offloaded is in the memory of the host.
     """
-    lines = (Activations(False, 1000, 500), Activations(True, 1000, 50))
-    on_cpu, on_gpu = (PhaseMemory(SIZES, lines, 4000, 800, process=10_000, on_gpu=gpu) for gpu in (False, True))
-    plain, again = (on_cpu.describe(BATCH, checkpointing) for checkpointing in (False, True))
-    assert (plain["ranks"], plain["teacher"]) == (4, 4200)
-    assert (plain["activations"], again["activations"]) == (2000, 1100)
+    on_cpu, on_gpu = (PhaseMemory(SIZES, 1000, 500, 4000, 800, process=10_000, on_gpu=gpu) for gpu in (False, True))
+    plain = on_cpu.describe(BATCH)
+    assert (plain["ranks"], plain["teacher"], plain["activations"]) == (4, 4200, 2000)
     # gradients and the copy in which they are reduced are more than the activations
     tensors = 1200 * 4 + 1000 * 8 + 1000 * 8
     assert plain["peak"] == tensors + 300 * 4 + 4200 + 10_000
-    whole = on_gpu.describe(BATCH, False)
+    whole = on_gpu.describe(BATCH)
     assert (whole["peak_of_the_gpu"], whole["peak_of_the_host"]) == (tensors + 4200, 10_000)
     config = BATCH | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     memory = rank_memory(SIZES, config, 4)
     assert offloaded(memory, config) == {"optimizer": 250 * 8, "master_weights": 250 * 4}
-    described = on_gpu.describe(config, False)
+    described = on_gpu.describe(config)
     assert described["peak_of_the_host"] == 10_000 + 250 * 12
     assert described["peak_of_the_gpu"] == memory.peak(2000) + 4200 - 250 * 12
-    with pytest.raises(UserError, match="the model does not have it"):
-        PhaseMemory(SIZES, lines[:1], 0, 0, 0, False).describe(BATCH, True)
 
 
 def counted(config: dict, vocabulary: int) -> tuple[int, int]:

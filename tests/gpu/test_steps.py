@@ -94,7 +94,7 @@ def test_a_dry_run_foretells_the_peak_of_the_gpu(stage, precision, planned, devi
     process, prepared = distributed.resident_memory(), plan.prepare()
     with begun(plan, prepared) as sizes:
         memory = measure_memory(plan, prepared, sizes, process)
-    described = replace(memory, on_gpu=True).describe(plan.engine_config, False)
+    described = replace(memory, on_gpu=True).describe(plan.engine_config)
     gc.collect()
     on_gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
