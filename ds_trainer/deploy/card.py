@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData
@@ -45,42 +44,6 @@ builds them. Without `trust_remote_code=True` transformers ends with "You set `i
 setting it would fill layers with random weights. Where code of a folder may not be run, load it by
 `ds_trainer.load_model`, which does not run that file, export it with `--onnx`, or cut the model to sizes that a plain
 config can say (docs/cuts.md)."""
-_BY_ONNX = Template(f"""```python
-import onnxruntime
-from transformers import AutoConfig, AutoTokenizer
-
-config, tokenizer = AutoConfig.from_pretrained("FOLDER"), AutoTokenizer.from_pretrained("FOLDER")
-tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-options = onnxruntime.SessionOptions()
-options.add_session_config_entry("optimization.disable_specified_optimizers", "SkipLayerNormFusion")
-session = onnxruntime.InferenceSession("FOLDER/{ONNX_FILE}", options)$int8
-tokens = tokenizer($texts, return_token_type_ids=True, return_tensors="np")
-outputs = session.run(None, {{node.name: tokens[node.name] for node in session.get_inputs()}})
-print($printed)
-```""")
-_TEXTS = '["A text.", "Another one."], padding=True, truncation=True'
-_EXAMPLES = {
-    "regression": (_TEXTS, "outputs[0][:, 0]"),
-    "multi_label_classification": (
-        _TEXTS,
-        "[[config.id2label[i] for i in (row > 0).nonzero()[0]] for row in outputs[0]]",
-    ),
-    "ForSequenceClassification": (_TEXTS, "[config.id2label[row.argmax()] for row in outputs[0]]"),
-    "ForTokenClassification": (
-        '"Each word has a tag ."',
-        "[*zip(tokens.tokens(0), [config.id2label[tag] for tag in outputs[0][0].argmax(-1)])]",
-    ),
-    "ForQuestionAnswering": (
-        '"Who came?", "Anna came by train."',
-        'tokenizer.decode(tokens["input_ids"][0, outputs[0].argmax() : outputs[1].argmax() + 1])',
-    ),
-    "ForMaskedLM": (
-        'f"It {tokenizer.mask_token} today."',
-        'tokenizer.decode(outputs[0][tokens["input_ids"] == tokenizer.mask_token_id].argmax(-1))',
-    ),
-}
-"""What the lines of a card tokenise and print, by the problem type or the end of the name of a model's class."""
-_NEXT_TOKEN = ('"Once upon a"', "tokenizer.decode([outputs[0][0, -1].argmax()])")
 _FLAGS = {"shrink", "cut", "onnx", "quantize", "compact", "unpack"}
 _PATH = re.compile(r'"/(?:[^"]*/)?([^"/]+)/?"')
 
@@ -185,7 +148,7 @@ def _write(
 
 
 def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
-    """Yield a fence of Python for each way to load what a folder holds."""
+    """Yield a fence of Python, or a sentence, for each way to load what a folder holds."""
     auto = f"AutoModel{kind}".replace("LMHeadModel", "ForCausalLM")
     trust = ", trust_remote_code=True" if "auto_map" in config else ""
     exits = (folder / EXITS_FILE).exists()
@@ -197,9 +160,8 @@ def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
         early = "  # exits early" if exits else ""
         yield f'```python\nimport ds_trainer\n\nmodel = ds_trainer.load_model("FOLDER"){early}\n```'
     if (folder / ONNX_FILE).exists():
-        int8 = f"  # or {INT8_FILE}" if (folder / INT8_FILE).exists() else ""
-        texts, printed = _EXAMPLES.get(str(config.get("problem_type")), _EXAMPLES.get(kind, _NEXT_TOKEN))
-        yield _BY_ONNX.substitute(int8=int8, texts=texts, printed=printed)
+        files = [f"`{name}`" for name in (ONNX_FILE, INT8_FILE) if (folder / name).exists()]
+        yield f"{' and '.join(files)}: in onnxruntime, by the program of ds_trainer's docs/export.md."
 
 
 def _section(recipe: Recipe) -> list[str]:

@@ -85,9 +85,7 @@ def read_compact(path: Path) -> dict[str, Tensor]:
         entries: dict[str, dict[str, Any]] = json.loads(header["tensors"])
         room, wanted = free_memory(), 8 * sum(math.prod(entry["shape"]) for entry in entries.values())
         if wanted > room:
-            raise UserError(
-                f"it unpacks to more than is free in memory: {wanted:,} bytes on the way, of {room:,}"
-            )
+            raise UserError(f"it unpacks to more than is free in memory: {wanted:,} bytes on the way, of {room:,}")
         return {name: torch.from_numpy(_unpacked(name, file, **entry)) for name, entry in entries.items()}
 
 

@@ -1,16 +1,28 @@
 """ONNX files: any batch and length, the torch model's numbers, whole and shrunk; int8; what is refused."""
 
+import json
+import re
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from support.exported_models import emptied, inputs
+from support.exported_models import emptied, inputs, save
+from support.launching import ROOT
 from support.zeroed import KIN
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
+from ds_trainer.cli.command import run_command
+from ds_trainer.cli.export import export_command
 from ds_trainer.deploy import onnx_file
 from ds_trainer.deploy.onnx_file import by_torch, check_onnx, compare, outputs, predictor, quantise, session, write_onnx
+from ds_trainer.models.pretrained import load_trained
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.task import Batch
@@ -20,7 +32,7 @@ SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "hi
 FAMILIES = {
     "roberta": (AutoModelForMaskedLM, SMALL | {"intermediate_size": 48, "max_position_embeddings": 80}),
     "modernbert": (
-        AutoModelForMaskedLM,
+        AutoModelForTokenClassification,
         SMALL
         | {"intermediate_size": 48, "local_attention": 8, "bos_token_id": 1, "eos_token_id": 2}
         | {"cls_token_id": 1, "sep_token_id": 2},
@@ -66,7 +78,7 @@ def test_names_are_the_models_own(exported):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family, tmp_path):
-    """Also models with windows, with rotary places, and causal ones, at lengths beyond what was traced."""
+    """Masked, tags and causal; with windows and rotary places, at lengths beyond what was traced."""
     auto, sizes = FAMILIES[family]
     torch.manual_seed(0)
     model = auto.from_config(AutoConfig.for_model(family, **sizes)).eval()
@@ -142,3 +154,32 @@ def test_what_cannot_be_a_file_is_refused(monkeypatch, tmp_path):
     path.write_bytes(b"no model")
     with pytest.raises(ValueError, match=r"cannot load .*model\.onnx"):
         session(path, 1)
+
+
+def test_a_shrunk_model_has_a_folder_that_programs_open(csv_folder, tmp_path, capsys):
+    """A plain config without code, a tokenizer that cuts where the task does, a file of the shrunk model's numbers.
+
+    The program of docs/export.md answers as the model does.
+    """
+    model = save("cls", tmp_path / "model", cut=True)
+    settings = {"validation_file": "validation.csv", "text_columns": ["text"], "label_column": "kind"}
+    task = ["--task_name", "text", "--data_dir", csv_folder, "--set", "max_seq_length=24"]
+    task += [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+    out = tmp_path / "out"
+    command = [model, "--onnx", "--quantize", "int8", "--output_dir", out, *task]
+    assert run_command(export_command, [str(word) for word in command]) == 0
+    config, tokenizer = AutoConfig.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert (config.model_type, config.architectures) == ("bert", ["BertForSequenceClassification"])
+    assert not {"auto_map", "layer_sizes"} & config.to_dict().keys()
+    assert tokenizer.model_max_length == 24
+    texts = tokenizer(["plum " * 99, "a saw"], padding=True, truncation=True, return_tensors="pt")
+    assert texts["input_ids"].shape == (2, 24)
+    (given,) = outputs(session(out / "model.onnx", 1), texts)
+    torch.testing.assert_close(given, by_torch(load_trained(model))(texts)[0], rtol=1e-4, atol=1e-4)
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/export.md").read_text(), re.DOTALL)
+    capsys.readouterr()
+    exec(lines.replace("FOLDER", str(out)), {})
+    shown = capsys.readouterr().out.strip()
+    texts = tokenizer(["A text.", "Another one."], padding=True, return_tensors="pt")
+    best = by_torch(load_trained(model))(texts)[0].argmax(-1).tolist()
+    assert shown == str([config.id2label[each] for each in best])
