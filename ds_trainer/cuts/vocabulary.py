@@ -121,19 +121,14 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
+        self._state = json.loads(backend.to_str()) | {"truncation": None, "padding": None} if backend else {}
+        if not backend or self._state["model"]["type"] not in _KINDS:
             raise UserError(
-                f"the vocabulary of a {type(tokenizer).__name__} cannot be cut, since it is written in Python: take a "
-                f"model with a fast tokenizer (tokenizer.json), or leave vocabulary out"
+                f"the vocabulary of a {type(tokenizer).__name__} cannot be cut, only that of a fast one "
+                f"(tokenizer.json) of the kinds {listed(_KINDS)}: leave vocabulary out"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer, self._model = tokenizer, self._state["model"]
         self.ids: dict[str, int] = tokenizer.get_vocab()
-        self._state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
-        self._model = self._state["model"]
-        if self._model["type"] not in _KINDS:
-            raise UserError(
-                f"the vocabulary of a {self._model['type']} tokenizer cannot be cut: known are {listed(_KINDS)}"
-            )
         self._prefix = self._model.get("continuing_subword_prefix") or ""
         self._suffix = self._model.get("end_of_word_suffix") or ""
         self._forms = defaultdict[str, set[str]](set)  # of a character: at the start of a word, inside, at its end
