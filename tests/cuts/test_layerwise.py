@@ -11,8 +11,8 @@ from support.launching import chosen
 from support.zeroed import FAMILIES, KIN, bare_of, empty, model_of, uneven
 
 from ds_trainer.cuts.blocks import cut_places
-from ds_trainer.cuts.layerwise import Layerwise, with_grams
-from ds_trainer.models.layers import layers_of
+from ds_trainer.cuts.layerwise import with_grams
+from ds_trainer.models.layers import encoder_linears, layers_of
 from ds_trainer.models.shrink import shrink
 from ds_trainer.recipe.cut_specs import CutSpec
 
@@ -85,10 +85,8 @@ def test_padding_does_not_count_where_a_model_flattens_its_tokens() -> None:
         transformers.OPTModel(transformers.OPTConfig(**config, word_embed_proj_dim=16)).eval(),
         calibration(3),
     )
-    layerwise = Layerwise(model, given)
-    for prefix, layer in zip(layers_of(model), layerwise, strict=True):
-        linears = {f"{prefix}.{name}": layer.get_submodule(name) for name in ("self_attn.q_proj", "fc1", "fc2")}
-        grams = {name: layerwise.gram(name, linear) for name, linear in linears.items()}
-        assert {gram.tokens for gram in grams.values()} == {45}
-        for name, inputs in inputs_seen(model, grams, given).items():
-            torch.testing.assert_close(grams[name].products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+    linears = encoder_linears(model)
+    inputs = inputs_seen(model, linears, given)
+    for name, gram in with_grams(model, linears, given, "testing"):
+        assert gram.tokens == 45
+        torch.testing.assert_close(gram.products, inputs[name].T @ inputs[name], rtol=1e-4, atol=1e-4)
