@@ -52,7 +52,7 @@ def mistakes_of(command: dict, *more: str) -> str:
     ("spoil", "words"),
     [
         ({"--recipe": "/nowhere.json"}, ["the recipe /nowhere.json does not exist"]),
-        ({"--deepspeed_config": "ds_configs"}, ["the engine file ds_configs is a folder"]),
+        ({"--deepspeed_config": "ds_configs"}, ["the engine file ds_configs is not a file"]),
         ({"--model_name_or_path": "/nowhere/model"}, ["/nowhere/model does not exist"]),
         ({"--model_name_or_path": "ds_configs"}, ["no config.json"]),
         ({"--task_name": "sst3"}, ["sst3", "sst2"]),

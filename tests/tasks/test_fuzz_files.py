@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import NOISY, as_json, fuzzed, refusal, spoilt_bytes, spoilt_json
 from support.official_files import OFFICIAL
@@ -21,7 +21,6 @@ from support.report_runs import write_run
 from transformers import BertConfig, BertModel
 
 from ds_trainer.cli.train import report_command
-from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.recipe.task_specs import FAMILIES, family
@@ -170,18 +169,3 @@ def test_reports(data: st.DataObject, name: str, folder: Path) -> None:
         patch.setattr(figures, "check_installed", absent)  # they take seconds
         message = refusal(report_command, [str(place)], str(place))
     assert (place / "report.md").is_file() == (not message)
-
-
-@fuzzed(40)
-@given(data=st.data())
-def test_the_list_of_a_run(data: st.DataObject, folder: Path) -> None:
-    """Whatever the list of a run's files names, nothing outside of its folder is deleted."""
-    place, beside = folder / "listed", folder / "beside"
-    for path in (place / "model" / "config.json", place / "report.md", beside / "config.json"):
-        put(path, b"{}")
-    words = ["model", "*", "**", "../beside", "../beside/*", "..", ".", "/", "~", "x/../../beside", str(beside)]
-    raw = data.draw(spoilt_json(["model", "report.md", "plots/*.png"], words))
-    assume(max(map(len, raw.split(b'"'))) < 250)  # no file has a longer name
-    put(place / ".ds_trainer.json", raw)
-    refusal(lambda _: RunFolder(place).open(overwrite=True), [], ".ds_trainer.json")
-    assert (beside / "config.json").is_file()
