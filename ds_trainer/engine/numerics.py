@@ -16,6 +16,13 @@ from ds_trainer.engine.engine import Engine, loss_scale
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError
 
+_CALMER = "Lower learning_rate or lengthen warmup_steps"
+_CURE = f"{_CALMER}, and look at the data of that step, and at losses without a gradient there, as of sqrt at 0."
+_CURE_OF_SCALED = (
+    f"{_CALMER}, or use bf16 in place of fp16. If the loss scale only started too high, raise max_skipped_steps or "
+    "lower fp16.initial_scale_power; if fp16.loss_scale fixes it, write 0, for one that adapts."
+)
+
 
 class StepWatch:
     """Watches the steps of one engine. Make it after the engine has resumed, which may replace its loss scaler."""
@@ -85,24 +92,20 @@ class StepWatch:
 
     def _endless_skipping(self) -> str:
         """Describe the skipped steps in a row that end the run, and what to change."""
-        engine = self._engine
-        scale = f", at a loss scale of {loss_scale(engine):g}" if _scales(engine) else ""
+        engine, cure = self._engine, _CURE
+        if _scales(engine):
+            cure = f"The loss scale is {loss_scale(engine):g}. {_CURE_OF_SCALED}"
         return (
-            f"{self._phase}: {self._skipped(self._in_a_row)}{scale}; max_skipped_steps is {self._max_skipped}. "
-            f"{_cure(engine)} The weights are those of step {self._in_a_row[0] - 1}, and the checkpoints are unchanged"
+            f"{self._phase}: {self._skipped(self._in_a_row)}; max_skipped_steps is {self._max_skipped}. {cure} "
+            f"The weights are those of step {self._in_a_row[0] - 1}, and the checkpoints are unchanged"
         )
 
     def _spoilt_weights(self) -> str:
         """Describe the step that spoilt the weights, and what to change."""
-        engine = self._engine
-        skips = "With bf16.check_grad_overflow true such steps are skipped. " if engine.bfloat16_enabled() else ""
-        if not engine.zero_optimization():
-            skips = "With zero_optimization.stage 1 such steps are skipped. "
-        event = (
-            f"the gradients of step {self._spoilt} are not finite in {_precision(engine)}, and DeepSpeed took the step"
-        )
+        event = f"the gradients of step {self._spoilt} are not finite in {_precision(self._engine)}"
         return (
-            f"{self._phase}: {event}: the weights are lost. {_cure(engine)} {skips}"
+            f"{self._phase}: {event}, and DeepSpeed took the step: the weights are lost. {_CURE} With "
+            f"zero_optimization.stage 1 and bf16.check_grad_overflow true such steps are skipped. "
             f"The checkpoints are unchanged: --resume goes on from the last"
         )
 
@@ -116,16 +119,3 @@ def _precision(engine: Engine) -> str:
     if engine.torch_autocast_enabled():
         return f"torch_autocast ({'fp16' if engine.torch_autocast_dtype() == torch.float16 else 'bf16'})"
     return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
-
-
-def _cure(engine: Engine) -> str:
-    """Say what to change, in whole sentences."""
-    calmer = "Lower learning_rate or lengthen warmup_steps"
-    if not _scales(engine):
-        return f"{calmer}, and look at the data of that step, and at losses without a gradient there, as of sqrt at 0."
-    if engine.fp16_enabled() and not engine.dynamic_loss_scale():
-        return f"fp16.loss_scale is fixed at {engine.loss_scale():g}: write 0, for one that adapts, or use bf16."
-    return (
-        f"{calmer}, or use bf16 in place of fp16. If the loss scale only started too high, raise max_skipped_steps or "
-        f"lower fp16.initial_scale_power."
-    )

@@ -123,10 +123,8 @@ def _claim(folder: RunFolder, job: TrainJob, plan: PhasePlan, results: dict[str,
     it for finished.
     """
     write_results(folder, results)
-    # a cache outside the run's folder is this user's choice; it is not written down, since recipes are passed on
-    cache = job.recipe.cache_dir
-    inside = cache is not None and Path(cache).resolve().is_relative_to(job.output.resolve())
-    written = job.recipe.model_copy(update={"cache_dir": cache if inside else None})
+    # where data is cached is this user's choice; it is not written down, since recipes are passed on
+    written = job.recipe.model_copy(update={"cache_dir": None})
     folder.write_json(RECIPE, redacted(written.model_dump(exclude_none=True)))
     folder.write_json("command.json", redacted({"command": job.command}))
     relative = plan.folder.relative_to(folder.path)
