@@ -288,7 +288,9 @@ def positions_of(model: Any) -> int | None:
 
 def _load_any_config(source: str | Path) -> Any:
     _check_folder(source)
-    with as_user_error(f"the config of {source} cannot be read"):
+    hub = is_hub_name(str(source))
+    what = "is no folder here, and no model that the hub gives" if hub else "has a config that cannot be read"
+    with as_user_error(f"{source} {what}"):
         trusted = trust_in_force().trust_remote_code
         config = transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=trusted)
     if getattr(config, FIELD, None):  # its class is named so that no other program takes it for a whole model

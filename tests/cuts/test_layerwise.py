@@ -81,10 +81,8 @@ def test_one_layer_at_a_time_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -
 def test_padding_does_not_count_where_a_model_flattens_its_tokens() -> None:
     """OPT's feed-forward gets (rows * length, width): 15 tokens of each batch, as its attention."""
     config = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24, "vocab_size": 64}
-    model, given = (
-        transformers.OPTModel(transformers.OPTConfig(**config, word_embed_proj_dim=16)).eval(),
-        calibration(3),
-    )
+    model = transformers.OPTModel(transformers.OPTConfig(**config, word_embed_proj_dim=16)).eval()
+    given = calibration(3)
     linears = encoder_linears(model)
     inputs = inputs_seen(model, linears, given)
     for name, gram in with_grams(model, linears, given, "testing"):

@@ -131,7 +131,7 @@ BY_LOADING: dict[str, tuple[Spoil, str]] = {
     "no tokenizer": (drop("tokenizer*"), "no tokenizer that transformers can load"),
     "a tokenizer cut short": (cut("tokenizer.json", 0.7), "no tokenizer that transformers can load"),
     "a tokenizer of code": (with_code_of_its_own, "no tokenizer that transformers can load"),
-    "an unknown model": (edit("config.json", model_type="evil"), "the config of"),
+    "an unknown model": (edit("config.json", model_type="evil"), "has a config that cannot be read"),
     "heads that do not divide": (edit("config.json", num_attention_heads=3), "not a multiple"),
     "weights of other shapes": (
         with_weights(lambda weights: {name: torch.cat([w, w]) for name, w in weights.items()}),
