@@ -1,7 +1,8 @@
-"""Loss terms of distillation and penalties on mask scores, as functions of tensors that compute in fp32.
+"""Loss terms of distillation, as functions of tensors that compute in fp32.
 
-Distillation: cosine of hidden states (DistilBERT, arXiv 1910.01108), MSE of hidden states (TinyBERT,
-arXiv 1909.10351), and divergences of a student's probabilities from a teacher's, both softened by a temperature T:
+They are the cosine of hidden states (DistilBERT, arXiv 1910.01108), the MSE of hidden states (TinyBERT, arXiv
+1909.10351) and of logits, and divergences of a student's probabilities from a teacher's, both softened by a
+temperature T:
 
 | kind | value | source |
 |---|---|---|
@@ -32,58 +33,6 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """How many logits are processed at a time: as many as fit into a core's cache, or keep a GPU busy."""
 _SMALLEST = 1e-30
 """The least probability of an outcome by the student, which is divided by."""
-
-# The hard-concrete distribution of arXiv 1712.01312: its temperature, and the interval to which (0, 1) is stretched.
-TEMPERATURE = 2 / 3
-LOW, HIGH = -0.1, 1.1
-
-L0_SHIFT = -TEMPERATURE * math.log(-LOW / HIGH)
-"""sigmoid(log-alpha + L0_SHIFT) is the probability that a hard-concrete gate is not 0 (eq. 12)."""
-
-L0_KEPT_ABOVE = math.log(-LOW / HIGH)
-"""A gate without noise is above 0 if log-alpha is above this value: sigmoid(x) * (HIGH - LOW) + LOW > 0."""
-
-PENALTY_SHIFT = {"l1": 0.0, "l0": L0_SHIFT}
-
-
-def score_penalty(scores: Tensor, kind: str) -> Tensor:
-    """Return the mean of sigmoid(scores + shift) over one matrix, a scalar in [0, 1].
-
-    "l1" is the L1 norm of sigmoid(scores), divided by the number of scores (arXiv 2005.07683, section 4). "l0" is the
-    expected share of hard-concrete gates that are not 0.
-    """
-    return torch.sigmoid(scores.float() + PENALTY_SHIFT[kind]).mean()
-
-
-def score_penalty_slope(scores: Tensor, kind: str) -> Tensor:
-    """Return the gradient of `score_penalty` by the scores, in their shape and always in fp32.
-
-    A gradient is at most 1 / (4 * number of scores). For a million scores fp16 cannot hold such a value accurately: the
-    caller must multiply by the loss scale before it casts.
-    """
-    share = torch.sigmoid(scores.float() + PENALTY_SHIFT[kind])
-    return (1 - share).mul_(share).div_(scores.numel())
-
-
-def hard_concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
-    """Return gates in [0, 1], shaped like log-alpha; `uniform` is noise in (0, 1), None at evaluation (eq. 10-13)."""
-    return (_concrete(log_alpha, uniform) * (HIGH - LOW) + LOW).clamp(0, 1)
-
-
-def hard_concrete_slope(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
-    """Return the elementwise derivative of `hard_concrete` by log-alpha; it is 0 where a gate is clamped."""
-    concrete = _concrete(log_alpha, uniform)
-    gates = concrete * (HIGH - LOW) + LOW
-    between = (gates > 0) & (gates < 1)
-    del gates  # each of these is as large as a matrix in fp32
-    scale = HIGH - LOW if uniform is None else (HIGH - LOW) / TEMPERATURE
-    return (1 - concrete).mul_(concrete).mul_(scale).mul_(between)
-
-
-def _concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
-    if uniform is None:
-        return torch.sigmoid(log_alpha)
-    return torch.logit(uniform).add_(log_alpha).mul_(1 / TEMPERATURE).sigmoid_()
 
 
 def logit_mse(student: Tensor, teacher: Tensor) -> Tensor:

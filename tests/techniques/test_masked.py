@@ -9,8 +9,7 @@ from support.launching import chosen
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_trainer.tasks.losses import hard_concrete, score_penalty
-from ds_trainer.techniques.prune.masked import Grain, HardMask, MaskedLinear, StepMask
+from ds_trainer.techniques.prune.masked import Grain, HardMask, MaskedLinear, StepMask, hard_concrete, score_penalty
 from ds_trainer.techniques.prune.selection import mask_of
 from ds_trainer.techniques.prune.sites import Site
 

@@ -25,9 +25,8 @@ from ds_trainer.models.shrunk_model import resize
 from ds_trainer.ranks.failures import NonFiniteLossError
 from ds_trainer.recipe.recipe import parse_recipe
 from ds_trainer.recipe.technique_specs import PruneSpec
-from ds_trainer.tasks.losses import hard_concrete, score_penalty
 from ds_trainer.tasks.task import Forward
-from ds_trainer.techniques.prune.masked import MaskedLinear
+from ds_trainer.techniques.prune.masked import MaskedLinear, hard_concrete, score_penalty
 from ds_trainer.techniques.prune.prune import KeepZeros, Prune
 from ds_trainer.techniques.technique import PhaseLength
 

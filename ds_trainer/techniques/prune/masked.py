@@ -26,10 +26,19 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_trainer.models.layers import AnyLinear, is_recomputing, rows_of
 from ds_trainer.ranks.failures import NonFiniteLossError
-from ds_trainer.tasks.losses import hard_concrete, hard_concrete_slope, score_penalty, score_penalty_slope
 
 # (values, scores, t) -> values where scores > t, else 0: one pass; `torch.where` takes several
 _zero_where_at_most = torch.ops.aten.threshold_backward
+
+# The hard-concrete distribution of arXiv 1712.01312: its temperature, and the interval to which (0, 1) is stretched.
+_TEMPERATURE = 2 / 3
+_LOW, _HIGH = -0.1, 1.1
+
+L0_KEPT_ABOVE = math.log(-_LOW / _HIGH)
+"""A gate without noise is above 0 if log-alpha is above this value: sigmoid(x) * (_HIGH - _LOW) + _LOW > 0."""
+
+_PENALTY_SHIFT = {"l1": 0.0, "l0": -_TEMPERATURE * L0_KEPT_ABOVE}
+"""sigmoid(log-alpha + shift) of "l0" is the probability that a hard-concrete gate is not 0 (eq. 12)."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +204,46 @@ class SoftMask(GateMask):
 
 
 Mask = HardMask | GateMask
+
+
+def score_penalty(scores: Tensor, kind: str) -> Tensor:
+    """Return the mean of sigmoid(scores + shift) over one matrix, a scalar in [0, 1].
+
+    "l1" is the L1 norm of sigmoid(scores), divided by the number of scores (arXiv 2005.07683, section 4). "l0" is the
+    expected share of hard-concrete gates that are not 0.
+    """
+    return torch.sigmoid(scores.float() + _PENALTY_SHIFT[kind]).mean()
+
+
+def score_penalty_slope(scores: Tensor, kind: str) -> Tensor:
+    """Return the gradient of `score_penalty` by the scores, in their shape and always in fp32.
+
+    A gradient is at most 1 / (4 * number of scores). For a million scores fp16 cannot hold such a value accurately: the
+    caller must multiply by the loss scale before it casts.
+    """
+    share = torch.sigmoid(scores.float() + _PENALTY_SHIFT[kind])
+    return (1 - share).mul_(share).div_(scores.numel())
+
+
+def hard_concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
+    """Return gates in [0, 1], shaped like log-alpha; `uniform` is noise in (0, 1), None at evaluation (eq. 10-13)."""
+    return (_concrete(log_alpha, uniform) * (_HIGH - _LOW) + _LOW).clamp(0, 1)
+
+
+def hard_concrete_slope(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
+    """Return the elementwise derivative of `hard_concrete` by log-alpha; it is 0 where a gate is clamped."""
+    concrete = _concrete(log_alpha, uniform)
+    gates = concrete * (_HIGH - _LOW) + _LOW
+    between = (gates > 0) & (gates < 1)
+    del gates  # each of these is as large as a matrix in fp32
+    scale = _HIGH - _LOW if uniform is None else (_HIGH - _LOW) / _TEMPERATURE
+    return (1 - concrete).mul_(concrete).mul_(scale).mul_(between)
+
+
+def _concrete(log_alpha: Tensor, uniform: Tensor | None) -> Tensor:
+    if uniform is None:
+        return torch.sigmoid(log_alpha)
+    return torch.logit(uniform).add_(log_alpha).mul_(1 / _TEMPERATURE).sigmoid_()
 
 
 def diverged() -> NonFiniteLossError:

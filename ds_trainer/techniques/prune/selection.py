@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ds_trainer.models.layers import gathered
 from ds_trainer.recipe.technique_specs import BY_SHARE, WHOLE_BLOCKS
-from ds_trainer.tasks.losses import L0_KEPT_ABOVE
 from ds_trainer.techniques.prune.masked import (
+    L0_KEPT_ABOVE,
     GateMask,
     HardMask,
     Mask,
