@@ -114,7 +114,8 @@ def examine(flags: argparse.Namespace, hosts: dict[str, int]) -> list[Row]:
     """Make all checks: this machine, each host, and whether the ranks can meet. A row is a check of a host."""
     mistakes: list[str] = []
     exports, names = exported_variables(mistakes), list(hosts)
-    is_local = len(hosts) == 1 and _address(names[0]) in ("localhost", "127.0.0.1", probe.socket.gethostname())
+    first = names[0].rpartition("@")[2]  # without the user
+    is_local = len(hosts) == 1 and first in ("localhost", "127.0.0.1", probe.socket.gethostname())
     rows = [_row("hostfile", "all", f"{len(hosts)} hosts, {sum(hosts.values())} ranks")]
     rows += [_row(".deepspeed_env", "this one", line, "write one NAME=VALUE a line") for line in mistakes]
     if not is_local and not shutil.which("pdsh"):
@@ -139,7 +140,7 @@ def examine(flags: argparse.Namespace, hosts: dict[str, int]) -> list[Row]:
         if any("error" in answer for answer in answers):
             return [*rows, {"check": "master port", "host": "all", "result": "skipped", "found": "a host is silent"}]
         # DeepSpeed takes the first address that `hostname -I` prints on the first host
-        address = next(filter(None, [flags.master_addr, *answers[0]["addresses"]]), _address(names[0]))
+        address = next(filter(None, [flags.master_addr, *answers[0]["addresses"]]), first)
         meeting = [pool.submit(ask, names[0], "listen", port=flags.master_port, callers=len(hosts) - 1)]
         meeting += [pool.submit(ask, host, "connect", address=address, port=flags.master_port) for host in names[1:]]
         replies = [reply.result().get("error") for reply in meeting]
@@ -170,11 +171,6 @@ def exported_variables(mistakes: list[str]) -> str:
             else:
                 mistakes.append(f"{file}, line {number}, is not NAME=VALUE; no blank lines and comments are allowed")
     return " ".join(f'export {name}="{value}";' for name, value in values.items())
-
-
-def _address(host: str) -> str:
-    """Return the name of a host without the user."""
-    return host.rpartition("@")[2]
 
 
 def _row(check: str, host: str, found: str, cure: str = "") -> Row:

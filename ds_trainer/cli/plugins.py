@@ -55,7 +55,14 @@ def register(tasks: Mapping[str, type[Task]] = _NONE, techniques: Mapping[str, t
 def _import(name: str) -> ModuleType:
     """Import a plugin. That it does not exist is the user's mistake; an error inside it keeps its traceback."""
     if name.endswith(".py"):
-        return _import_file(Path(name))
+        if not Path(name).is_file():
+            raise UserError(f"--plugin {name}: there is no such file")
+        # a plugin json.py must not stand in for Python's own module
+        spec = importlib.util.spec_from_file_location(f"ds_trainer_plugin_{Path(name).stem}", name)
+        assert spec is not None and spec.loader is not None  # noqa: PT018 - it ends in .py
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # pydantic looks up annotations there
+        spec.loader.exec_module(module)
+        return module
     if str(Path.cwd()) not in sys.path:  # a script's path has the script's folder in place of the current one
         sys.path.append(str(Path.cwd()))
     try:
@@ -64,14 +71,3 @@ def _import(name: str) -> ModuleType:
         if not f"{name}.".startswith(f"{error.name}."):  # a module that the plugin imports
             raise
         raise UserError(f"--plugin {name}: there is no such module in {Path.cwd()} or in this Python") from None
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise UserError(f"--plugin {path}: there is no such file")
-    # a plugin json.py must not stand in for Python's own module
-    spec = importlib.util.spec_from_file_location(f"ds_trainer_plugin_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # noqa: PT018 - it ends in .py
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # pydantic looks up annotations there
-    spec.loader.exec_module(module)
-    return module

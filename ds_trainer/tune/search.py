@@ -54,7 +54,8 @@ class Search:
 
     def __init__(self, job: TuneJob, machine: Machine, started: float) -> None:
         self.job, self.machine, self.started = job, machine, started
-        self.own = trials.own_settings(job, machine)
+        self.own: Settings = {RANKS: job.num_gpus or machine.gpus or 1}
+        """Those of the user's own files: on the ranks that are given, else on one a GPU, else on one."""
         self.trials: list[Trial] = []
 
     @property
@@ -129,7 +130,7 @@ def fastest(search: Search) -> tuple[Trial, str]:
     """
     job, own, part = search.job, search.attempt(search.own), 1 - _FOR_FINALS
     assert own is not None, "the first trial has time"
-    untried = [*trials.combinations(job, search.machine)]
+    untried = [*trials.combinations(job, search.machine.gpus)]
     while untried:
         others = [trial for trial in search.trials if trial.value and trial is not own]
         pivot = max(others, key=lambda trial: trial.value or 0.0, default=own).settings

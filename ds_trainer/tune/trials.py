@@ -116,35 +116,30 @@ def key_of(job: TuneJob, machine: Machine, settings: Settings) -> str:
     """Return a hash of what settings amount to, here and now; a UserError says why they cannot be."""
     recipe, engine = checked(job, settings)
     phase = next(phase for phase in recipe.phases if phase.name == job.phase)
-    run = [resolve_engine_file(engine, phase, settings[RANKS]), recipe.model_dump(exclude={"output_dir"})]
+    run: list[Any] = [resolve_engine_file(engine, phase, settings[RANKS]), recipe.model_dump(exclude={"output_dir"})]
     run += [settings[RANKS], settings.get(THREADS), job.metric, job.trial_steps, job.train_flags, machine.identity]
     return hash_of([*run, *contents_of([job.recipe_file, settings])])
 
 
-def own_settings(job: TuneJob, machine: Machine) -> Settings:
-    """Return the settings of the user's own files: on the ranks that are given, else on one a GPU, else on one."""
-    return {RANKS: job.num_gpus or machine.gpus or 1}
-
-
-def combinations(job: TuneJob, machine: Machine) -> Iterator[Settings]:
+def combinations(job: TuneJob, gpus: int) -> Iterator[Settings]:
     """Yield the settings to try for speed: every combination of the space, in its order, the last path fastest.
 
     None of them changes the global batch of the user's own files. Left out are buckets where there is no ZeRO and, in
     the default space, stages that share among ranks where there is one rank.
     """
-    own = own_settings(job, machine)
-    batch = settled_numbers(job.train.engine_config, job.tuned_phase, own[RANKS]).train_batch_size
+    ranks = job.num_gpus or gpus or 1
+    batch = settled_numbers(job.train.engine_config, job.tuned_phase, ranks).train_batch_size
     micros = [micro for micro in range(batch, 0, -1) if batch % micro == 0 and micro * _SMALLEST_SHARE >= batch]
     space: dict[str, Any] = job.space or {
         f"phases.{job.phase}.gradient_checkpointing": [False, True],
         _STAGE: [0, 1, 2, 3],
-        **({_OFFLOAD: [None, {"device": "cpu"}]} if machine.gpus else {}),
+        **({_OFFLOAD: [None, {"device": "cpu"}]} if gpus else {}),
         _BUCKET: ["auto", 50_000_000],
         MICRO: micros,
     }
     bucket = space.get(_BUCKET, [None])[0]
     for values in product(*space.values()):
-        settings = own | dict(zip(space, values, strict=True))
+        settings = {RANKS: ranks, **dict(zip(space, values, strict=True))}
         shares = settings.get(_STAGE) and not settings.get(_OFFLOAD)
         if batch % (settings[RANKS] * settings.get(MICRO, 1)) or (shares and settings[RANKS] == 1 and not job.space):
             continue

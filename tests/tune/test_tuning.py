@@ -154,12 +154,12 @@ def test_a_second_call_goes_on(job, run):
 def test_the_default_space_keeps_the_global_batch(job):
     """Every candidate divides it; on one rank only ZeRO 0 without offload, on a GPU offload too."""
     made = job()
-    for on in (Machine(0, "d"), Machine(2, "d")):
-        every = list(trials.combinations(made, on))
+    for gpus in (0, 2):
+        every = list(trials.combinations(made, gpus))
         assert len(every) > 4
         for settings in every:
             assert 16 % (settings[MICRO] * settings["ranks"]) == 0
-            assert settings["ranks"] == (on.gpus or 1)
+            assert settings["ranks"] == (gpus or 1)
             assert settings["ranks"] > 1 or settings[STAGE] == 0
     assert any(settings["zero_optimization.offload_optimizer"] for settings in every)
 
