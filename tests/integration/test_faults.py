@@ -392,30 +392,6 @@ def test_another_batch_size_takes_up_the_examples_where_they_were_left(server, w
     assert "prune: the recipe differs from the checkpoint's, and wins: " in texts[1]
 
 
-def test_a_checkpoint_of_another_phase_is_not_gone_on_from(server, words, whole, tmp_path):
-    """Another seed or another technique would mean other examples and other weights: exit code 2, all named at once."""
-    folder = tmp_path / "out"
-    shutil.copytree(whole, folder)
-    (folder / "all_results.json").write_text("{}")
-    saved = [path.name for path in Checkpoints(folder).all()]
-    (folder / "finetune" / "model").rename(folder / "finetune" / "kept")
-    shutil.copytree(folder / "finetune" / "kept", folder / "finetune" / "model")
-    results = json.loads((whole / "all_results.json").read_text())
-    (folder / "all_results.json").write_text(json.dumps({"finetune": results["finetune"]}))
-    (folder / "finished.json").unlink()  # which would refuse another seed for the first phase already
-    groups = ("--set", 'phases.prune.groups=[{"params": "*LayerNorm*"}]')
-    run = server.run(
-        2, folder, *words, "--resume", "--seed", "7", "--set", "phases.prune.techniques.distill=null", *groups
-    )
-    assert run.codes() == [2, 2], run.text[-3000:]
-    assert "seed: 42 before, 7 now" in run.text
-    assert 'the techniques: ["distill", "prune"] before, ["prune"] now' in run.text
-    assert "the parameter groups differ\n" in run.text
-    assert "in the recipe differ: " in run.text
-    assert status_of(folder) == status_of(whole), "the run that was refused has begun nothing"
-    assert [path.name for path in Checkpoints(folder).all()] == saved
-
-
 def test_a_file_that_not_all_hosts_see_is_no_part_of_a_checkpoint(tmp_path):
     """What a rank has written and another does not find is told, with what to do."""
     writes = Writes()

@@ -40,24 +40,31 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_does_what_is_asked_or_says_why_not_and_stays_as_it_was(server, words, whole, tmp_path):
-    """A named checkpoint that the recipe no longer fits, or a finished phase with another rate or pruning: exit code 2,
-    each difference is named, and no file changes. More steps of the last phase are trained from its newest checkpoint,
-    also where the first session that trains them is killed."""
+    """A named checkpoint of another seed, other techniques or groups, or a finished phase with another rate or pruning:
+    exit code 2, each difference is named, and no file changes. More steps of the last phase are trained from its newest
+    checkpoint, also where the first session that trains them is killed."""
     folder = tmp_path / "out"
     shutil.copytree(whole, folder)
     oldest, *_, newest = Checkpoints(folder).all()
-    before, status = contents(folder), status_of(folder)
-    other = server.run(2, folder, *words, "--resume", str(oldest), "--seed", "7")
-    assert other.codes() == [2, 2], other.text[-3000:]
-    assert "seed: 42 before, 7 now" in other.text
+    whole_folder, status = contents(folder), status_of(folder)
+    (folder / "finished.json").unlink()  # which would refuse another seed for the first phase already
+    before = contents(folder)
+    other = ("phases.prune.techniques.distill=null", 'phases.prune.groups=[{"params": "*LayerNorm*"}]')
+    sets = [word for setting in other for word in ("--set", setting)]
+    run = server.run(2, folder, *words, "--resume", str(oldest), "--seed", "7", *sets)
+    assert run.codes() == [2, 2], run.text[-3000:]
+    assert "seed: 42 before, 7 now" in run.text
+    assert 'the techniques: ["distill", "prune"] before, ["prune"] now' in run.text
+    assert "the parameter groups differ\n" in run.text
     assert contents(folder) == before
+    (folder / "finished.json").write_bytes(whole_folder["finished.json"])
     changed = {"phases.finetune.learning_rate": 0.1, "phases.prune.techniques.prune.final_threshold": 0.5}
     sets = [word for path, value in changed.items() for word in ("--set", f"{path}={value}")]
-    other = server.run(2, folder, *words, "--resume", *sets)
-    assert other.codes() == [2, 2], other.text[-3000:]
-    assert "phase finetune is finished, and learning_rate: 0.004 before, 0.1 now" in other.text
-    assert "phase prune is finished, and techniques.prune.final_threshold: " in other.text
-    assert (contents(folder), status_of(folder)["state"]) == (before, status["state"])
+    run = server.run(2, folder, *words, "--resume", *sets)
+    assert run.codes() == [2, 2], run.text[-3000:]
+    assert "phase finetune is finished, and learning_rate: 0.004 before, 0.1 now" in run.text
+    assert "phase prune is finished, and techniques.prune.final_threshold: " in run.text
+    assert (contents(folder), status_of(folder)["state"]) == (whole_folder, status["state"])
     longer = (*words, "--set", f"phases.prune.max_steps={STEPS + 4}")
     run = server.run(2, folder, *longer, "--resume")
     assert run.wait_until(lambda: f"\nprune: step {step_of(newest) + 2} " in run.text)
