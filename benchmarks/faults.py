@@ -20,7 +20,7 @@ from pathlib import Path
 
 from figures import is_quick
 from support.forked_ranks import ForkServer, warm_server
-from support.killing import Kill, alike, arguments, finish, kill_often, trained, write
+from support.killing import alike, arguments, finish, kill_often, trained, write
 from support.launching import WORDS
 
 EVERY, STEPS = 4, 8 if is_quick() else 60
@@ -64,9 +64,9 @@ def recipe_in(folder: Path) -> Path:
     return write(folder, {"model": model, "task": task, "phases": phases, "report": False})
 
 
-def killed(server: ForkServer, words: list[str], folder: Path, whole: Path, count: int) -> tuple[list[Kill], int, int]:
+def killed(server: ForkServer, words: list[str], folder: Path, whole: Path, count: int) -> tuple[list[bool], int, int]:
     """The kills, the runs that were finished in spite of them, and how many of these as if nothing had happened."""
-    rng, found, same, runs = random.Random(), list[Kill](), 0, 0
+    rng, found, same, runs = random.Random(), list[bool](), 0, 0
     while len(found) < count:
         runs += 1
         output = folder / f"killed-{runs}"
@@ -104,7 +104,7 @@ def main() -> None:
         whole = folder / "whole"
         finish(server, whole, words)
         kills, runs, same = killed(server, words, folder, whole, flags.kills)
-        saving = sum(kill.saving for kill in kills)
+        saving = sum(kills)
         rows.append(
             (
                 "SIGKILL of all ranks at a random moment",

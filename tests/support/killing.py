@@ -7,7 +7,6 @@ import json
 import os
 import random
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,16 +21,6 @@ EVERY, STEPS = 4, 28
 ENDLESS = ("--set", f"phases.{PHASE}.max_steps=5000")
 
 
-@dataclass(frozen=True)
-class Kill:
-    """What was there when a run was killed: the newest whole checkpoint's step, and whether one was being written."""
-
-    newest: int
-    saving: bool
-    trained: int
-    """The last step of the phase that was logged."""
-
-
 def arguments(recipe: Path, every: int, steps: int) -> list[str]:
     """A run that saves every so many steps, and says at each where it is; its gradients are reduced all at once."""
     return [
@@ -41,16 +30,17 @@ def arguments(recipe: Path, every: int, steps: int) -> list[str]:
     ]
 
 
-def kill_often(server: ForkServer, output: Path, words: list[str], kills: int, rng: random.Random) -> list[Kill]:
+def kill_often(server: ForkServer, output: Path, words: list[str], kills: int, rng: random.Random) -> list[bool]:
     """Start or resume the run on 2 ranks, kill it, and so on; the first time and then every second one while it saves.
 
-    Ends with as many kills, or earlier with a run that was finished first.
+    Ends with as many kills, or earlier with a run that was finished first. Returns which of them came during a save.
     """
-    found: list[Kill] = []
-    while len(found) < kills:
+    saving: list[bool] = []
+    while len(saving) < kills:
+        before = newest(output)
         run = server.run(2, output, *words, "--resume")
         more, end = len(_whole(output)) + rng.randint(0, 3), time.monotonic() + rng.uniform(0.1, 3)
-        if len(found) % 2 == 0:
+        if len(saving) % 2 == 0:
             going_on = run.wait_until(lambda wanted=more: _saving(output) and len(_whole(output)) >= wanted)
             time.sleep(rng.uniform(0, 0.03))
         else:
@@ -59,24 +49,28 @@ def kill_often(server: ForkServer, output: Path, words: list[str], kills: int, r
             _check_finished(run)
             break
         run.kill()
-        _check_resumed(run, found[-1].newest if found else 0)
-        steps = [step_of(path) for path in _whole(output)]
-        found.append(Kill(max(steps, default=0), _saving(output), trained(output)))
-    return found
+        _check_resumed(run, before)
+        saving.append(_saving(output))
+    return saving
+
+
+def newest(output: Path) -> int:
+    """The step of the newest whole checkpoint; 0 where there is none."""
+    return max(map(step_of, _whole(output)), default=0)
 
 
 def finish(server: ForkServer, output: Path, words: list[str]) -> ForkedRun:
-    newest = max(map(step_of, _whole(output)), default=0)
+    before = newest(output)
     run = server.run(2, output, *words, "--resume")
     _check_finished(run)
-    _check_resumed(run, newest)
+    _check_resumed(run, before)
     return run
 
 
-def _check_resumed(run: ForkedRun, newest: int) -> None:
+def _check_resumed(run: ForkedRun, step: int) -> None:
     """A run that came to training went on from the newest checkpoint: nothing that was saved is lost."""
     if f"\n{PHASE}: step " in run.text:
-        assert resumed_at(run) == newest, run.text[-4000:]
+        assert resumed_at(run) == step, run.text[-4000:]
 
 
 def resumed_at(run: ForkedRun) -> int:
