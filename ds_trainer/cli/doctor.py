@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_trainer.cli import probe
-from ds_trainer.cli.command import PROJECT, Mistakes, Parser
+from ds_trainer.cli.command import PROJECT, Parser
 from ds_trainer.files.messages import Row, aligned, quoted
 from ds_trainer.files.reading import read_file
 from ds_trainer.files.redaction import redacted
@@ -58,13 +58,8 @@ def doctor_command(arguments: Sequence[str]) -> int:
 
 
 def read_doctor_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse and check a doctor's command, and add the ssh command without the host as `ssh`."""
-    flags, mistakes = doctor_parser().parse_args(list(arguments)), Mistakes()
-    for name, least, most in (("ssh_port", 1, 65535), ("master_port", 1, 65535), ("timeout", 5, 3600)):
-        value = getattr(flags, name)
-        if value is not None and not least <= value <= most:
-            mistakes.append(f"--{name} is {value}: give {least} to {most}")
-    mistakes.raise_all()
+    """Parse a doctor's command, and add the ssh command without the host as `ssh`."""
+    flags = doctor_parser().parse_args(list(arguments))
     # a host that falls silent is given up after 15 s, in place of TCP's quarter of an hour
     patience = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={min(10, flags.timeout)}"]
     patience += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2"]
@@ -97,14 +92,16 @@ def read_hostfile(path: Path) -> dict[str, int]:
     hosts, mistakes = dict[str, int](), list[str]()
     for number, line in enumerate(read_file(path).decode(errors="replace").split("\n"), start=1):
         words = line.partition("#")[0].split()
+        if not words:
+            continue
         slots = re.fullmatch(r"slots=([1-9][0-9]{0,5})", words[1]) if len(words) == 2 else None
-        if words and not _NAME.fullmatch(words[0]):
+        if not _NAME.fullmatch(words[0]):
             mistakes.append(f"line {number}: {quoted(words[0])} is no host name or IPv4 address")
-        elif words and not slots:
+        elif not slots:
             mistakes.append(f"line {number}: {quoted(line.strip())} is not of the form 'worker-1 slots=8'")
-        elif words and words[0] in hosts:
+        elif words[0] in hosts:
             mistakes.append(f"line {number}: {words[0]} is in another line already: keep one of the two")
-        elif words and slots:
+        else:
             hosts[words[0]] = int(slots[1])
     raise_mistakes(mistakes or ([] if hosts else [f"{path} names no host: write a line for each, worker-1 slots=8"]))
     return hosts

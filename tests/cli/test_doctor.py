@@ -71,8 +71,6 @@ def test_ssh_asks_no_question_and_takes_pdshs_flags(monkeypatch):
     ssh = read_doctor_flags(["--hostfile", "h", "--ssh_port", "2222"]).ssh
     assert {"BatchMode=yes", "-F", "config", "2222"} <= set(ssh)
     assert "-F" not in read_doctor_flags(["--hostfile", "h", "--ssh_args=-v"]).ssh
-    with pytest.raises(ValueError, match="--master_port is 70000"):
-        read_doctor_flags(["--hostfile", "h", "--master_port", "70000"])
 
 
 FAKE_SSH = """\
