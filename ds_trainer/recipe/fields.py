@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -57,7 +56,7 @@ class Strict(BaseModel):
     """A model in which unknown keys are mistakes, and which cannot be changed after it is checked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    removed: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType({})
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {}
     """The fields of older versions: for each the value that changed nothing, and what replaces the others."""
 
     def mistakes(self) -> Iterable[str]:

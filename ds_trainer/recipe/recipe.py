@@ -12,7 +12,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -76,12 +75,10 @@ class GroupRule(Strict):
 class Phase(Strict):
     """A stage of a run: which model is trained, how long, with which techniques and loss weights."""
 
-    removed: ClassVar[Any] = MappingProxyType(
-        {
-            "histograms": (False, "read the weights of the exported model, e.g. by SummaryWriter.add_histogram"),
-            "lr_restarts": (0, "write a phase for each part, whose rates start anew"),
-        }
-    )
+    removed: ClassVar = {
+        "histograms": (False, "read the weights of the exported model, e.g. by SummaryWriter.add_histogram"),
+        "lr_restarts": (0, "write a phase for each part, whose rates start anew"),
+    }
 
     name: str = Field("train", pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$", description="also that of its folder")
     start_from: str = Field("@previous", description='"@previous", "@model", "@NAME" of an earlier phase, or a folder')
