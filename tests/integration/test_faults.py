@@ -218,7 +218,7 @@ def test_out_of_memory_is_one_message_of_one_rank(server, words, output, where, 
 
 def test_a_rank_that_hangs_is_found_out(server, words, output):
     """After --timeout seconds the waiting rank names the hanging one and where it is; that one ends too, by itself."""
-    run = server.run(2, output, *words, "--resume", "--timeout", "3", sabotage={1: HANGS})
+    run = server.run(2, output, *words, "--resume", "--timeout", "4", sabotage={1: HANGS})
     assert run.codes() == [4, 4]
     assert "error: rank 1 (host " in run.text
     assert "hangs, in " in run.text
@@ -227,7 +227,7 @@ def test_a_rank_that_hangs_is_found_out(server, words, output):
 
 def test_a_rank_that_stands_still_is_found_out(server, words, output):
     """Stopped by the system, it says nothing and is named all the same; continued, it finds nobody and ends."""
-    run = server.run(2, output, *words, "--resume", "--timeout", "3", *ENDLESS)
+    run = server.run(2, output, *words, "--resume", "--timeout", "4", *ENDLESS)
     run.wait_until(lambda: trained(output) >= 2)
     os.kill(run.pids[1], signal.SIGSTOP)
     run.wait_until(lambda: "does not answer: it is stopped" in run.text)
