@@ -17,7 +17,6 @@ from ds_trainer.cli import evaluate as evaluating
 from ds_trainer.cli import export as exporting
 from ds_trainer.cli import train as training
 from ds_trainer.files.messages import aligned
-from ds_trainer.files.run_folder import cache_place
 from ds_trainer.ranks.distributed import show_log
 from ds_trainer.recipe.recipe import Recipe
 from ds_trainer.recipe.saved_checkpoint import is_checkpoint, read_checkpoint
@@ -139,7 +138,7 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
         if is_checkpoint(str(folder)):
             from ds_trainer.run.scoring import model_of  # loads DeepSpeed, which serving does not need
 
-            folder, _ = until_loaded.enter_context(model_of(read_checkpoint(folder), cache_place(None, None, [])))
+            folder, _ = until_loaded.enter_context(model_of(read_checkpoint(folder), None))
         return load_for_inference(folder)
 
 

@@ -25,7 +25,6 @@ from ds_trainer import __version__
 from ds_trainer.files.messages import shortened, shown
 from ds_trainer.files.reading import parse_json, read_json
 from ds_trainer.files.redaction import redacted
-from ds_trainer.files.run_folder import RUN_LIST, cache_place
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError, UserError, exit_code, raise_mistakes
 from ds_trainer.recipe.recipe import Recipe, parse_recipe, parse_task
@@ -106,8 +105,6 @@ class Parser(argparse.ArgumentParser):
         add("--data_dir", help="folder of the task's files")
         add("--set", action="append", default=[], metavar="PATH=JSON", help=set_help)
         add("--cache_dir", help="where tokenised data are kept ($DS_TRAINER_CACHE, ~/.cache/ds_trainer)")
-        write = "a folder that paths in the recipe and the engine file may lead into, beside the output folder"
-        add("--allow_write", action="append", default=[], metavar="DIR", help=write)
         add("--plugin", action="append", default=[], metavar="MODULE", help="tasks and techniques of your own")
         add("--allow_pickle", action="store_true", help="load pytorch_model.bin, as weights only, without safetensors")
         add("--trust_remote_code", action="store_true", help="run Python code that comes with a model")
@@ -206,12 +203,11 @@ def read_task(
 
     Without a recipe in the flags, the task of a checkpoint is that of the phase that wrote it.
     """
-    recipe, spec, folder = (saved.recipe, saved.task, saved.run) if saved else (None, None, None)
+    recipe, spec = (saved.recipe, saved.task) if saved else (None, None)
     if flags.recipe:
         data = mistakes.of(read_source, flags, "recipe", "the recipe")
         recipe = mistakes.of(parse_recipe, data) if data else None
         spec = (recipe.phases[-1].task or recipe.task) if recipe else None
-        folder = Path(flags.recipe).parent if isinstance(flags.recipe, str) else None
     task_data = spec.model_dump(exclude={"packing"}) if spec else {}  # a model is served one text in each row
     given = {"name": flags.task_name, "data_dir": flags.data_dir, **flags.fields}
     task_data |= {field: value for field, value in given.items() if value is not None}
@@ -221,10 +217,7 @@ def read_task(
     if "name" not in task_data:
         mistakes.append(NO_TASK)
     mistakes += check_data_files(task, splits=(split,)) if task else []
-    cache_dir = recipe.cache_dir if recipe else None
-    # a recipe in the folder of its run names a cache there; any other recipe may be somebody else's
-    roots = [*([folder] if folder and os.path.isfile(folder / RUN_LIST) else []), *flags.allow_write]
-    return task, flags.cache_dir or mistakes.of(cache_place, cache_dir, cache_dir, roots)
+    return task, flags.cache_dir or (recipe.cache_dir if recipe else None)
 
 
 def output_path(text: str) -> Path:

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import difflib
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from ds_trainer.cli.command import Mistakes, Parser, read_source, shipped_engine
 from ds_trainer.engine.engine_file import check_engine_file
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.messages import cut, shown
-from ds_trainer.files.run_folder import cache_place, check_output_folder, environment_of, placed_engine_file
+from ds_trainer.files.run_folder import check_output_folder, placed_engine_file
 from ds_trainer.models.folders import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -46,30 +45,24 @@ def train(job: TrainJob) -> dict[str, Any]:
     """Train, and return the results by phase; of a dry run, which only prints, there are none."""
     if job.debug_port:
         wait_for_debugger(job.debug_port)
-    places = environment_of(job.engine_config, job.output)
-    os.environ.update(places)
-    try:
-        with trusting(job.trust):
-            if job.dry_run:
-                # a program may read standard output: what DeepSpeed prints there goes to standard error
-                with contextlib.redirect_stdout(sys.stderr):
-                    from ds_trainer.run.run import dry_run
+    with trusting(job.trust):
+        if job.dry_run:
+            # a program may read standard output: what DeepSpeed prints there goes to standard error
+            with contextlib.redirect_stdout(sys.stderr):
+                from ds_trainer.run.run import dry_run
 
-                    table = dry_run(job)
-                if distributed.is_main():
-                    print(table, flush=True)
-                return {}
-            from ds_trainer.deploy.card import open_repository, push_to_hub
-            from ds_trainer.run.run import run
+                table = dry_run(job)
+            if distributed.is_main():
+                print(table, flush=True)
+            return {}
+        from ds_trainer.deploy.card import open_repository, push_to_hub
+        from ds_trainer.run.run import run
 
-            repository = open_repository(job.push_to_hub) if job.push_to_hub and distributed.is_main() else ""
-            results = run(job)
-            if repository:
-                push_to_hub(job.output / "model", repository)
-            return results
-    finally:
-        for name in places:  # a notebook's next run has another output folder
-            del os.environ[name]
+        repository = open_repository(job.push_to_hub) if job.push_to_hub and distributed.is_main() else ""
+        results = run(job)
+        if repository:
+            push_to_hub(job.output / "model", repository)
+        return results
 
 
 def read_train_job(arguments: Sequence[str] = (), **given: Any) -> TrainJob:
@@ -96,21 +89,13 @@ def read_train_job(arguments: Sequence[str] = (), **given: Any) -> TrainJob:
     resume, checkpoint = flags.resume is not None, Path(flags.resume) if flags.resume else None
     if recipe and output is None:
         mistakes.append("no output folder: give --output_dir, or output_dir in the recipe")
-    notes: list[str] = []
     if recipe and output:
         if distributed.is_main() and not flags.dry_run:
             mistakes += check_output_folder(output, flags.overwrite, resume, checkpoint)
-        roots = [output, *flags.allow_write]
-        cache = mistakes.of(cache_place, recipe.cache_dir, recipe_file.get("cache_dir"), roots)
-        recipe = recipe.model_copy(update={"cache_dir": cache})
-        placed = mistakes.of(placed_engine_file, engine_config, engine_file, output, flags.allow_write)
-        engine_config, notes = placed or (engine_config, [])
+        engine_config = placed_engine_file(engine_config, output)
     values = {"recipe": recipe, "engine_config": engine_config, "output": output, "checkpoint": checkpoint}
     command = _as_given(arguments, given)
-    job = mistakes.job(TrainJob, flags, **values, command=command, resume=resume)
-    for line in notes:
-        distributed.warn(line)
-    return job
+    return mistakes.job(TrainJob, flags, **values, command=command, resume=resume)
 
 
 def train_parser() -> Parser:

@@ -34,7 +34,7 @@ def read_file(path: Path, name: str | None = None) -> bytes:
 def check_file(path: Path, name: str | None = None) -> None:
     """Raise the UserError that `read_file` would raise, without opening the file."""
     if not os.path.isfile(path):
-        raise UserError(f"{name or path} {'is not a file' if os.path.exists(path) else 'does not exist'}")
+        raise UserError(f"{name or path} {'is a folder' if os.path.isdir(path) else 'does not exist'}")
     if not os.access(path, os.R_OK):
         raise UserError(f"{name or path} cannot be read: permission denied")
 

@@ -1,10 +1,6 @@
 """The folder of a run: whether a run may write to it, the list of the files that runs wrote, and what lies elsewhere.
 
-No file is ever deleted from it that is not in this list.
-
-A recipe or an engine file may be somebody else's. A path in it that leads out of the output folder is an error, which
-`--allow_write` lifts. Paths in flags and in `--set` are the user's own and are taken as they are; so is `nvme_path`,
-whose purpose is to name another disk.
+No file is ever deleted from it that is not in this list. The relative paths of an engine file are taken inside of it.
 """
 
 import contextlib
@@ -13,30 +9,21 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from ds_trainer.files.checkpoint_files import MARKER
-from ds_trainer.files.messages import quoted
 from ds_trainer.files.reading import read_value
 from ds_trainer.files.writing import existing_above, is_aside, is_leftover, write_json
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.ranks.failures import UserError
 
-CACHE_VARIABLE = "DS_TRAINER_CACHE"
-DEFAULT_CACHE = "~/.cache/ds_trainer"
 DEEPSPEED_FOLDER = "deepspeed"
 """In the output folder, for what DeepSpeed itself writes."""
-_WRITTEN_BY_DEEPSPEED = {
-    "tensorboard": ("output_path", "job_name"),
-    "csv_monitor": ("output_path", "job_name"),
-    "flops_profiler": ("output_file",),
-}
-"""The keys of the engine file by which DeepSpeed finds what it writes. It appends a job_name to the output_path."""
-_BY_ENVIRONMENT = {"wandb": "WANDB_DIR", "comet": "COMET_OFFLINE_DIRECTORY"}
+_WRITTEN_BY_DEEPSPEED = {"tensorboard": "output_path", "csv_monitor": "output_path", "flops_profiler": "output_file"}
+"""The keys of the engine file by which DeepSpeed finds what it writes."""
 
 RUN_LIST = ".ds_trainer.json"
 """The file in an output folder that lists the paths, or patterns of paths, that runs of this program wrote."""
@@ -146,11 +133,9 @@ class RunFolder:
     def claim(self, name: str) -> Path:
         """Return the path `name` to write to, which may be a pattern of paths, after adding it to the list.
 
-        Raises UserError where something exists at this path that no run wrote, or a link leads out of the folder.
+        Raises UserError where something exists at this path that no run wrote.
         """
         target = self.path / name
-        if not self._holds(target):
-            raise UserError(f"{target} leads out of the output folder by a link: remove the link, or write elsewhere")
         names = self._listed()
         foreign = [] if name in names else sorted(self.path.glob(name))
         if foreign:
@@ -167,7 +152,7 @@ class RunFolder:
         """Read the list; every time anew, since another object or process may have claimed more."""
         file = self.path / RUN_LIST
         names = read_value(file) if file.is_file() else []
-        if not isinstance(names, list) or not all(isinstance(name, str) and _stays_inside(name) for name in names):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise UserError(f"{file} is not the list of files that a run wrote: move it and your own files elsewhere")
         return set(names)
 
@@ -192,79 +177,22 @@ class RunFolder:
         return target.resolve().is_relative_to(self.path.resolve())
 
 
-def placed_engine_file(
-    config: Mapping[str, Any], as_read: Mapping[str, Any], output: Path, allowed: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
+def placed_engine_file(config: Mapping[str, Any], output: Path) -> dict[str, Any]:
     """Take the relative paths of an engine file inside `OUTPUT_DIR/deepspeed`.
 
-    `as_read` is the file before `--set`. Returns the new config, and a line for each path that was changed. Raises
-    UserError where a path of the file leads out of the output folder and of the `allowed` ones.
+    DeepSpeed would take them in the current folder, and write there where a monitor has none.
     """
-    folder = output / DEEPSPEED_FOLDER
-    placed, notes, mistakes = copy.deepcopy(dict(config)), list[str](), list[str]()
-    for section in filter(partial(_is_on, placed), _WRITTEN_BY_DEEPSPEED):
-        block, of_file = placed[section], as_read.get(section)
-        for key in _WRITTEN_BY_DEEPSPEED[section]:
-            value = block.get(key)
-            if key == "output_path" and value in (None, "", "auto"):
-                value = "."  # DeepSpeed would write to the current folder
-            elif not (isinstance(of_file, Mapping) and of_file.get(key) == value and value and type(value) is str):
-                continue  # it comes from --set, is missing, or is an error that the check of the engine file reports
-            target = os.path.normpath(folder / value)
-            if not _is_inside(target, [folder, *allowed]):
-                mistakes.append(
-                    f"{section}.{key} is {quoted(value)}, which lies outside of the output folder: write a relative "
-                    f"path, which is taken inside {folder}, or give --allow_write with its folder"
-                )
-            elif key != "job_name" and target != value:
-                block[key] = target
-                notes.append(f"the engine file's {section}.{key} is {target}")
-    raise_mistakes(mistakes)
-    return placed, notes
-
-
-def environment_of(config: Mapping[str, Any], output: Path) -> dict[str, str]:
-    """Return the variables that name a folder to the monitors without a key for it.
-
-    A variable that is set already stays.
-    """
-    names = [name for section, name in _BY_ENVIRONMENT.items() if _is_on(config, section) and name not in os.environ]
-    return dict.fromkeys(names, str(output / DEEPSPEED_FOLDER))
-
-
-def cache_place(cache_dir: str | None, as_read: Any, roots: Sequence[str | Path]) -> str | None:
-    """Return the cache folder of a recipe; by default $DS_TRAINER_CACHE.
-
-    A cache folder that the recipe's file names (`as_read`) must lie in one of the `roots` or in the user's default
-    cache; a relative one is taken inside the first root. Raise UserError where it lies elsewhere.
-    """
-    default = os.environ.get(CACHE_VARIABLE) or None
-    if cache_dir is None:
-        return default
-    if cache_dir != as_read:
-        return cache_dir
-    place = os.path.abspath(os.path.join(*roots[:1], os.path.expanduser(cache_dir)))
-    if not _is_inside(place, [*roots, DEFAULT_CACHE, *filter(None, [default])]):
-        way_out = "give --cache_dir or --allow_write with it if you mean that, or drop it"
-        raise UserError(f"the recipe's cache_dir is {quoted(cache_dir)}, outside of the output folder: {way_out}")
-    return place
-
-
-def _is_on(config: Mapping[str, Any], section: str) -> bool:
-    block = config.get(section)
-    return isinstance(block, Mapping) and bool(block.get("enabled"))
-
-
-def _is_inside(place: str, folders: Sequence[str | Path]) -> bool:
-    """Whether a path lies in one of the folders, or is one; symbolic links are followed."""
-    real = Path(os.path.realpath(place))
-    return any(real.is_relative_to(os.path.realpath(os.path.expanduser(folder))) for folder in folders)
-
-
-def _stays_inside(name: str) -> bool:
-    """Whether a pattern of the list names files inside the run's folder; ** would match the user's files too."""
-    parts = Path(name).parts
-    return bool(parts) and parts[0] != "/" and ".." not in parts and "**" not in name
+    placed = copy.deepcopy(dict(config))
+    for section, key in _WRITTEN_BY_DEEPSPEED.items():
+        block = placed.get(section)
+        if not (isinstance(block, dict) and block.get("enabled")):
+            continue
+        path = block.get(key)
+        if key == "output_path" and path in (None, "", "auto"):
+            path = "."
+        if path and isinstance(path, str):  # what is no path is left to the check of the engine file
+            block[key] = os.path.normpath(output / DEEPSPEED_FOLDER / path)
+    return placed
 
 
 def _taken(file: IO[str], how: int = fcntl.LOCK_EX) -> bool:

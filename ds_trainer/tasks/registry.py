@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_trainer.files.run_folder import DEFAULT_CACHE
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import FAMILIES, TaskBase, family
 
@@ -23,7 +23,8 @@ def build_task(spec: TaskBase, source: str | Path, cache_dir: str | Path | None 
     from ds_trainer.models.pretrained import load_tokenizer
 
     task_class: type[Task] = _loaded(FAMILIES[family(spec)].task)
-    return task_class(spec, load_tokenizer(source), source, Path(cache_dir or DEFAULT_CACHE))
+    cache = cache_dir or os.environ.get("DS_TRAINER_CACHE") or "~/.cache/ds_trainer"
+    return task_class(spec, load_tokenizer(source), source, Path(cache))
 
 
 def check_data_files(spec: TaskBase, splits: Sequence[str] | None = None) -> list[str]:

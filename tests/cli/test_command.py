@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.launching import ROOT, SHARED, run_deepspeed, run_python, run_script
@@ -201,22 +200,14 @@ def test_threads_are_shared_out_between_ranks_unless_the_user_sets_them(monkeypa
     assert numbers == [cores, 1, 1]
 
 
-def test_a_run_in_a_notebook_names_its_folder_to_the_monitors_while_it_lasts(command, write_json, monkeypatch, capsys):
-    """W&B is named the folder of this run, and the next run of the process another one; a dry run trains nothing."""
-    monkeypatch.delenv("WANDB_DIR", raising=False)
-    calls: list[Any] = []
-    fake = SimpleNamespace(
-        run=lambda job: {"train": os.environ["WANDB_DIR"]}, dry_run=lambda job: calls.append(job) or "the table"
-    )
+def test_a_dry_run_prints_its_table_and_trains_nothing(command, monkeypatch, capsys):
+    """On standard output; without the flag the run's results are returned."""
+    fake = SimpleNamespace(run=lambda job: {"train": "results"}, dry_run=lambda job: "the table")
     monkeypatch.setitem(sys.modules, "ds_trainer.run.run", fake)
-    engine = write_json("engine.json", {"wandb": {"enabled": True}})
-    words = arguments_of(command | {"--deepspeed_config": engine})
-    assert train(read_train_job(words)) == {"train": f"{command['--output_dir']}/deepspeed"}
-    assert "WANDB_DIR" not in os.environ
-    assert calls == []
-    assert train(job := read_train_job([*words, "--dry_run"])) == {}
-    assert calls == [job]
+    words = arguments_of(command)
+    assert train(read_train_job([*words, "--dry_run"])) == {}
     assert capsys.readouterr().out == "the table\n"
+    assert train(read_train_job(words)) == {"train": "results"}
 
 
 def test_settings_change_one_field():
