@@ -117,14 +117,6 @@ def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutResult:
     return CutResult(*_finished(model, task, source, spec), {})
 
 
-def _finished(model: Any, task: Task, source: str | Path, spec: CutSpec) -> tuple[Any, Any]:
-    """Return the model in the precision of its source, and the tokenizer; the vocabulary is cut if the spec says so."""
-    model.to(dtype_of(source))
-    if spec.vocabulary is None:
-        return model, task.tokenizer
-    return cut_vocabulary_for(spec.vocabulary, task.spec, model, task.tokenizer)
-
-
 def cut_model(model: Any, calibration: Calibration, spec: CutSpec) -> tuple[Any, list[CutRecord]]:
     """Return the cut model, on the CPU, and what was done where; collective. The given model is changed.
 
@@ -221,6 +213,14 @@ def cut_costs(
         "weights_tried": 4 * len(MEASURED) * sum(width * out for width, out in shapes) if tried else 0,
     }
     return {"bytes": held | {"total": sum(held.values())}, "estimated_seconds": round(estimated, 1)}
+
+
+def _finished(model: Any, task: Task, source: str | Path, spec: CutSpec) -> tuple[Any, Any]:
+    """Return the model in the precision of its source, and the tokenizer; the vocabulary is cut if the spec says so."""
+    model.to(dtype_of(source))
+    if spec.vocabulary is None:
+        return model, task.tokenizer
+    return cut_vocabulary_for(spec.vocabulary, task.spec, model, task.tokenizer)
 
 
 def _removal_operations(width: int, out: int) -> int:
