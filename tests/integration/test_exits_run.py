@@ -3,8 +3,6 @@ pruning and a teacher."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -36,16 +34,12 @@ def recipe_for(case: str, tiny: dict) -> dict:
     }
 
 
-def started(case: str, recipe: dict | Path, output: Path, *more: str) -> None:
-    engine, *settings = CASES[case]
-    train(2, recipe, output, *settings, *more, engine=f"ds_configs/{engine}.json")
-
-
 @pytest.fixture(scope="module", params=CASES)
 def run(request, tiny_recipe, tagged_recipe, tmp_path_factory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param)
     recipe = recipe_for(request.param, tagged_recipe if request.param == "stages" else tiny_recipe)
-    started(request.param, recipe, folder / "out")
+    engine, *settings = CASES[request.param]
+    train(2, recipe, folder / "out", *settings, engine=f"ds_configs/{engine}.json")
     return request.param, folder / "out"
 
 
@@ -118,25 +112,3 @@ def test_the_last_checkpoint_becomes_the_exported_model(run, tmp_path):
     assert becomes_model(output / "checkpoint-6", output / "model", tmp_path / "model")
     job = read_evaluate_job([str(output / "checkpoint-6"), "--early_exit_entropy", "0.3,0.2"])
     assert job.exit_policy(read_exits(tmp_path / "model")).thresholds == [0.3, 0.2]
-
-
-def test_a_resumed_run_ends_as_if_it_had_not_stopped(run, tmp_path):
-    """From checkpoint-3 of the heads: their weights, the model's, losses and scores are the uninterrupted run's."""
-    case, output = run
-    shutil.copytree(output.parent, tmp_path / "run")
-    again = tmp_path / "run" / "out"
-    shutil.rmtree(again / "checkpoint-6")
-    shutil.rmtree(again / "model")
-    for file in ("all_results.json", "eval_results.json", "train_results.json"):
-        (again / file).write_text(json.dumps({"finetune": read(output / file)["finetune"]}))
-    (again / "log.jsonl").write_text("")
-    started(case, tmp_path / "run" / "recipe.json", again, "--resume")
-    (last,), before = log_of(again, "heads"), log_of(output, "heads")[-1]
-    same = [key for key in before if key.startswith(("train/loss", "train/term", "exits/", "prune/", "distill/"))]
-    assert {key: last[key] for key in same} == {key: before[key] for key in same}
-    for name in ("model.safetensors", "exit_heads.safetensors"):
-        one, two = (load_file(folder / "model" / name) for folder in (output, again))
-        assert one.keys() == two.keys()
-        assert all(torch.equal(one[key], two[key]) for key in one)
-    scores = [read(folder / "eval_results.json")["heads"] for folder in (output, again)]
-    assert all(scores[0][name] == scores[1][name] for name in ("accuracy", "exit_1/accuracy", "exit_2/accuracy"))

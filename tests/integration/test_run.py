@@ -14,7 +14,6 @@ from support.launching import becomes_model, log_of, read, run_deepspeed, train
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.evaluate import evaluate_command, read_evaluate_job
 from ds_trainer.cli.export import export_command, read_export_job
-from ds_trainer.files.checkpoint_files import read_marker, write_marker
 from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.models.folders import COMPACT_FILE
 from ds_trainer.ranks import machine
@@ -248,30 +247,20 @@ def edit_recipe(run: Path, change) -> None:
     (run / "recipe.json").write_text(json.dumps(recipe))
 
 
-def change_task(run: Path) -> None:
-    """Name a folder that is not there in the task that checkpoint-4 was trained on."""
-    sums, position = read_marker(run / "checkpoint-4")
-    position["phase"]["task"]["data_dir"] = str(run / "nowhere")
-    write_marker(run / "checkpoint-4", sums, position)
-
-
 def change_start(run: Path) -> None:
     config = run / "finetune/model/config.json"
     config.write_text(json.dumps(read(config) | {"num_hidden_layers": 1}))
 
 
-def rename_phase(number: int, name: str):
-    return lambda run: edit_recipe(run, lambda recipe: recipe["phases"][number].update(name=name))
-
-
 HOSTILE = [
     (lambda run: spoil(run / "checkpoint-4"), "checkpoint-4 is damaged (mp_rank_00_model_states.pt is not"),
     (lambda run: (run / "recipe.json").unlink(), "does not lie in the folder of a run: neither "),
-    (lambda run: edit_recipe(run, lambda recipe: recipe.update(phasen=[])), 'unknown key; did you mean "phases"?'),
-    (rename_phase(1, "cut"), "was written by the phase prune, which "),
+    (
+        lambda run: edit_recipe(run, lambda recipe: recipe["phases"][1].update(name="cut")),
+        "was written by the phase prune",
+    ),
     (lambda run: shutil.rmtree(run / "finetune"), "finetune/model does not exist"),
     (change_start, "do not go into the model that "),
-    (change_task, "nowhere/validation.csv"),
 ]
 
 

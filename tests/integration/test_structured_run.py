@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.launching import becomes_model, log_of, read, run_script, train
+from support.launching import becomes_model, log_of, read, train
 
 import ds_trainer
 from ds_trainer.models.layers import FIELD, encoder_linears
@@ -90,23 +90,3 @@ def test_evaluations_at_the_final_threshold_leave_the_training_as_it_was(run):
         assert scores[-1]["eval/final_threshold/accuracy"] == scores[-1]["eval/accuracy"]
     with_view, without = (load_file(run / phase / "model" / "model.safetensors") for phase in ("sparse", "unseen"))
     assert all(torch.equal(with_view[name], without[name]) for name in without)
-
-
-def test_its_folders_are_measured_side_by_side(run, tmp_path):
-    """By the command, with the score on the run's task."""
-    folders = [str(run / phase / "model") for phase in ("dense", "filled")]
-    flags = ["--recipe", str(run / "recipe.json"), "--lengths", "16", "--batch_sizes", "2", "--seconds", "1"]
-    done = run_script("launch/benchmark.py", *folders, *flags, "--output_dir", str(tmp_path))
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = read(tmp_path / "benchmark.json")
-    labels = ["dense/model", "filled/model"]
-    (measured,) = found["measurements"]
-    assert list(measured["folders"]) == list(found["folders"]) == labels
-    assert measured["notes"] == {}
-    assert measured["folders"]["dense/model"]["speed_up"] == 1
-    whole, cut = (found["folders"][label]["flops_per_example"]["16"] for label in labels)
-    assert cut < 0.6 * whole
-    for label in labels:
-        assert 0 < measured["folders"][label]["median_ms"] < 1000
-        assert found["folders"][label]["scores"]["torch"].keys() >= {"accuracy", "macro_f1"}
-        assert label in done.stdout
