@@ -9,9 +9,6 @@ from typing_extensions import Self
 
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 
-_TOO_LARGE = 2**63
-"""The first whole number that torch and numpy cannot hold."""
-
 
 def only(fits: Callable[[Any], bool], allowed: str) -> BeforeValidator:
     """Accept the values that fit, with one message for all others: pydantic has one for each member of a union."""
@@ -26,7 +23,7 @@ def only(fits: Callable[[Any], bool], allowed: str) -> BeforeValidator:
 
 
 def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _TOO_LARGE
+    return type(value) is int and value >= 0
 
 
 _WHOLE_OR_FRACTION = only(
@@ -47,8 +44,8 @@ Units = Annotated[int | float, _WHOLE_OR_FRACTION]
 """An int is multiples of the phase's `warmup_steps` (movement pruning's own unit), a float a fraction of the phase."""
 Column = Annotated[str | int, _NAME_OR_NUMBER]
 """A column of a table: a str is its name, an int its number, from 0."""
-Positive = Annotated[int, Field(strict=True, gt=0, lt=_TOO_LARGE)]
-Count = Annotated[int, Field(strict=True, ge=0, lt=_TOO_LARGE)]
+Positive = Annotated[int, Field(strict=True, gt=0)]
+Count = Annotated[int, Field(strict=True, ge=0)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -82,12 +79,13 @@ class Strict(BaseModel):
         other = [name for name, (idle, _) in gone.items() if data.get(name) not in (None, idle)]
         raise_mistakes(f"{name} was removed in 0.3: {gone[name][1]}" for name in other)
         return {
-            name if name in known else f"{name}: {_unknown(name, known)}": value
+            name if name in known else f"{name}: unknown key; {did_you_mean(name, known)}": value
             for name, value in data.items()
             if name not in gone
         }
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint about an unknown name: the known one that is nearest, or all of them."""
     near = difflib.get_close_matches(name, known, n=1)
-    return "unknown key; " + (f'did you mean "{near[0]}"?' if near else f"known here: {', '.join(sorted(known))}")
+    return f'did you mean "{near[0]}"?' if near else f"known here: {', '.join(sorted(known))}"

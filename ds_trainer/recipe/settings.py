@@ -6,9 +6,6 @@ from typing import Any
 from ds_trainer.files.messages import cut, listed, shown
 from ds_trainer.ranks.failures import UserError
 
-_DEEPEST = 100
-"""The parts of a path at most: no field lies deeper, and Python's recursion ends at 1,000."""
-
 
 def apply_to_task(task: dict[str, Any], setting: str) -> None:
     """Change the field of a task that a `--set` names: by `task.metrics`, as in a recipe, or by `metrics` alone."""
@@ -24,7 +21,7 @@ def parse_setting(setting: str) -> tuple[list[str], Any]:
     """
     path, equals, text = setting.partition("=")
     parts = path.split(".")
-    if not equals or not all(parts) or len(parts) > _DEEPEST:
+    if not equals or not all(parts):
         raise UserError(f'--set "{cut(setting, 200)}": write PATH=JSON, e.g. phases.prune.max_steps=100')
     try:
         value = json.loads(text)

@@ -71,7 +71,7 @@ class TextSpec(LabelledSpec):
     The files of "text" are .csv, .tsv, .jsonl or .parquet.
     """
 
-    greater_is_better = dict.fromkeys((*get_args(Metric), "f1/*", "precision", "recall"), True)
+    greater_is_better = dict.fromkeys((*get_args(Metric), "f1/*"), True)
 
     name: str = Field("docstrings", description='a name of GLUE, such as "sst2"; "docstrings"; or "text"')
     text_columns: list[Column] | None = Field(None, min_length=1, max_length=2, description="a text, or a pair of them")
@@ -131,26 +131,6 @@ class SquadSpec(TaskBase):
     max_query_length: Positive = Field(64, description="longer questions are cut to this many tokens")
     n_best_size: Positive = Field(20, description="best spans of a window, and answers of a question, that are kept")
     max_answer_length: Positive = Field(30, description="tokens")
-
-    def mistakes(self) -> Iterator[str]:
-        """Refuse settings that leave gaps beside the shortest question; longer ones are checked when they are read."""
-        if mistake := self.gap_beside(question=1, special=1):
-            yield mistake
-
-    def gap_beside(self, question: int, special: int) -> str | None:
-        """Say why no window covers some tokens of a long context; None if all are covered.
-
-        Both are numbers of tokens. A window holds the rest of `max_seq_length`; windows are `doc_stride` apart.
-        """
-        room = self.max_seq_length - special - question
-        if self.doc_stride <= room:
-            return None
-        least = self.doc_stride + special + question
-        return (
-            f"doc_stride is {self.doc_stride}, and max_seq_length {self.max_seq_length} leaves {max(0, room)} tokens "
-            f"to the context beside {special} special ones and {question} of a question, so that parts of it are in no "
-            f"window: lower doc_stride or max_query_length, or raise max_seq_length to {least} or more"
-        )
 
 
 class LmSpec(TaskBase):

@@ -265,7 +265,7 @@ def test_mistakes_of_every_kind_are_listed_without_reading_rows(tmp_path: Path) 
     assert all("does not exist; looked for" in text and "MNLI" in text for text in missing)
     [columns] = check_data_files(TextSpec(name="sst2", data_dir=str(tmp_path)))
     assert "dev.tsv, line 1: no column 'sentence'; the columns are: 'sentense', 'label'" in columns
-    assert "did you mean 'sst2'" in check_data_files(TextSpec(name="sst-2"))[0]
+    assert 'did you mean "sst2"' in check_data_files(TextSpec(name="sst-2"))[0]
     mistakes = check_data_files(TextSpec(name="text", metrics=["pearson"]))
     assert [text.split()[0] for text in mistakes] == ["metrics:", "the", "the", "the"]
     assert check_data_files(TextSpec(name="docstrings")) == []

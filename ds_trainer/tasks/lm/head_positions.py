@@ -22,8 +22,7 @@ def take_head_positions(model: Any) -> Any:
 
     The positions are (n,) int64 indices into the flattened batch x length; without them the model behaves as before.
     Hidden states in the output are (batch, length, width) either way. Copies of the model and engines keep the hooks,
-    saved folders do not. A forward that receives positions and never uses them raises UserError. Returns the model,
-    as it is where it takes them already.
+    saved folders do not. Returns the model, as it is where it takes them already.
     """
     if any(isinstance(getattr(hook, "__self__", None), _HeadPositions) for hook in model._forward_hooks.values()):
         return model
@@ -36,7 +35,6 @@ def take_head_positions(model: Any) -> Any:
     decoder = getattr(encoder, "decoder", None)
     if isinstance(decoder, PreTrainedModel):
         decoder.register_forward_hook(head.select)
-    model.register_forward_hook(head.check)
     model.register_forward_hook(head.forget, always_call=True)
     return model
 
@@ -67,13 +65,6 @@ class _HeadPositions:
             return (rows, *output[1:])
         output.last_hidden_state = rows
         return output
-
-    def check(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self.wanted is not None:
-            raise UserError(
-                f"the head of {type(model).__name__} does not read the output of its base model, so that it cannot be "
-                f"computed at chosen positions alone: use another architecture"
-            )
 
     def forget(self, model: nn.Module, args: Any, output: Any) -> None:
         """Drop the positions also after a forward that raised: the next call must not use them."""

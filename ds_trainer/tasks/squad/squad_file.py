@@ -10,6 +10,7 @@ from functools import partial
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic_core import from_json
 
 from ds_trainer.files.messages import quoted
 from ds_trainer.files.reading import check_file, content_hash, read_file
@@ -43,27 +44,12 @@ class _AnswerJson(BaseModel):
 
 
 class _QuestionJson(BaseModel):
+    """A flat record: a question with its context."""
+
     id: Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+    context: str
     question: str
     answers: list[_AnswerJson]
-    is_impossible: bool | None = None
-
-
-class _FlatJson(_QuestionJson):
-    context: str
-
-
-class _ParagraphJson(BaseModel):
-    context: str
-    qas: list[_QuestionJson]
-
-
-class _ArticleJson(BaseModel):
-    paragraphs: list[_ParagraphJson]
-
-
-class _SquadJson(BaseModel):
-    data: list[_ArticleJson]
 
 
 def setting_mistakes(spec: SquadSpec) -> list[str]:
@@ -107,51 +93,42 @@ class SquadFile(FileRecords[Question]):
         if b'"context"' in content and b'"paragraphs"' not in content:  # inside a text these quotes would be escaped
             return super()._read()
         try:
-            squad = _SquadJson.model_validate_json(content, strict=True)
-        except ValidationError as error:
-            raise UserError(f"{self.path} is not in SQuAD's form: {_first_mistake(error)}") from None
-        self.entry, self.columns = "question", (*_FLAT, "is_impossible")
-        paragraphs = (paragraph for article in squad.data for paragraph in article.paragraphs)
-        asked = ((paragraph.context, question) for paragraph in paragraphs for question in paragraph.qas)
-        return ((number, {"context": context, **dict(question)}) for number, (context, question) in enumerate(asked, 1))
+            paragraphs = [each for article in from_json(content)["data"] for each in article["paragraphs"]]
+            asked = [{**question, "context": each["context"]} for each in paragraphs for question in each["qas"]]
+        except ValueError as error:
+            raise UserError(f"{self.path} is not JSON: {error}") from None
+        except (KeyError, TypeError):
+            form = '{"data": [{"paragraphs": [{"context": "...", "qas": [...]}]}]}'
+            raise UserError(f"{self.path} is not in SQuAD's form, which is {form}") from None
+        self.entry = "question"
+        return ((number, self._object(number, record)) for number, record in enumerate(asked, 1))
 
 
 def _question(spec: SquadSpec, record: Record) -> Question:
     """Check a flat record, whose answers are a list of objects or, as on the hub, a list for each of their fields."""
     answers = record["answers"]
-    if isinstance(answers, dict):
+    if isinstance(answers, dict) and all(isinstance(values, list) for values in answers.values()):
         answers = [dict(zip(answers, values, strict=True)) for values in zip(*answers.values(), strict=True)]
     try:
-        asked = _FlatJson.model_validate({**record, "answers": answers}, strict=True)
+        asked = _QuestionJson.model_validate({**record, "answers": answers}, strict=True)
     except ValidationError as error:
-        raise ValueError(_first_mistake(error)) from None
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     golds = tuple(GoldAnswer(answer.text, answer.answer_start) for answer in asked.answers)
     question = Question(asked.id, asked.context, asked.question, golds)
-    if mistake := _mistake_in(spec, question, asked.is_impossible):
+    if mistake := _mistake_in(spec, question):
         raise ValueError(f"id {quoted(question.id)}: {mistake}")
     return question
 
 
-def _first_mistake(error: ValidationError) -> str:
-    """Return the first mistake with the path of its value, such as data.0.paragraphs.3.context."""
-    first = error.errors(include_url=False)[0]
-    more = f" (and {error.error_count() - 1:,} more mistakes)" if error.error_count() > 1 else ""
-    path = ".".join(map(str, first["loc"]))
-    return f"{path}: {first['msg']}{more}" if path else first["msg"]
-
-
-def _mistake_in(spec: SquadSpec, question: Question, is_impossible: bool | None) -> str | None:
+def _mistake_in(spec: SquadSpec, question: Question) -> str | None:
     """Return the first mistake of a question that the types do not show.
 
-    v1.1 and the hub have no `is_impossible`: an unanswerable question has an empty list of answers.
+    An unanswerable question has an empty list of answers. v2's `is_impossible` says it once more, and is not read.
     """
     context, answers = question.context, question.answers
     if not context.strip():
         return "the context is blank: fill it in, or drop the question"
-    if answers and is_impossible:
-        return "is_impossible is true, and there are answers: drop one of the two"
-    if not answers and is_impossible is False:
-        return "is_impossible is false, and there are no answers"
     if not answers and not spec.version_2_with_negative:
         return "the question has no answer: set version_2_with_negative to true for SQuAD v2"
     for text, start in answers:

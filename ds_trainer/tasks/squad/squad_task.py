@@ -11,7 +11,6 @@ context around it, and so drops answers of other windows; later scripts have giv
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -71,14 +70,6 @@ class SquadTask(Task):
     token_columns = _COLUMNS
     hashed_fields = ("version_2_with_negative", "max_seq_length", "doc_stride", "max_query_length")
     data: ClassVar[Any] = squad_file
-
-    def __init__(self, spec: SquadSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
-        if not getattr(tokenizer, "is_fast", False):
-            raise UserError(
-                f"the tokenizer of {source} ({type(tokenizer).__name__}) is a slow one, which does not give the "
-                f"characters of a token: use a model with a tokenizer.json"
-            )
-        super().__init__(spec, tokenizer, source, cache_dir)
 
     def read(self, split: str) -> tuple[Records[Question], list[Row[Question]]]:
         records, rows = super().read(split)

@@ -1,8 +1,9 @@
 """Cut a long context into windows that overlap, each one model input together with its question.
 
-The windows of a context start a fixed number of tokens apart, as in arXiv 1810.04805. The truncation of a tokenizer
-fixes their overlap instead, so that windows would start closer together the longer the question is. Therefore question
-and context are tokenised separately, and joined as the tokenizer joins a pair. A fast tokenizer is needed.
+The windows of a context start a fixed number of tokens apart, as in arXiv 1810.04805, or one window apart where a
+question leaves less room than that. The truncation of a tokenizer fixes their overlap instead, so that windows would
+start closer together the longer the question is. Therefore question and context are tokenised separately, and joined as
+the tokenizer joins a pair. A fast tokenizer is needed.
 """
 
 import unicodedata
@@ -74,8 +75,6 @@ class _PairForm:
         question, context = (
             [index for index, side in enumerate(pair.sequence_ids(0)) if side == wanted] for wanted in (0, 1)
         )
-        if not question or not context or question[-1] > context[0]:
-            raise UserError("the tokenizer does not put the first text of a pair before the second one")
         frames = slice(question[0]), slice(question[-1] + 1, context[0]), slice(context[-1] + 1, None)
         self.ids = [pair["input_ids"][frame] for frame in frames]
         self.types = [pair["token_type_ids"][frame] for frame in frames]
@@ -96,11 +95,13 @@ class _PairForm:
     def windows_of(self, index: int, question: Question, ids: list[int], context: Tokens) -> Iterator[Window]:
         """Yield the windows of a question number `index`, with its tokens `ids`, over its context."""
         ids = ids[: self.spec.max_query_length]
-        special = sum(map(len, self.ids))
-        room = self.spec.max_seq_length - special - len(ids)
-        mistake = self.spec.gap_beside(len(ids), special)
-        if mistake and len(context.ids) > room:
-            raise UserError(f"question {quoted(question.id)}: {mistake}")
+        room = self.spec.max_seq_length - sum(map(len, self.ids)) - len(ids)
+        if room < 1:
+            raise UserError(
+                f"question {quoted(question.id)}: max_seq_length {self.spec.max_seq_length} leaves no room for the "
+                f"context beside a question of {len(ids)} tokens: raise it, or lower max_query_length"
+            )
+        stride = min(self.spec.doc_stride, room)  # a long question leaves so little room that windows would have gaps
         answer = None
         if question.answers:  # the first one is to be learnt, without white space around it
             text, start = question.answers[0]
@@ -108,7 +109,7 @@ class _PairForm:
             answer = context.covering(start, start + len(text.strip()))
         first = len(self.ids[0]) + len(ids) + len(self.ids[1])
         # the last window holds the last token
-        for begin in range(0, max(1, len(context.ids) - room + self.spec.doc_stride), self.spec.doc_stride):
+        for begin in range(0, max(1, len(context.ids) - room + stride), stride):
             columns = self._columns(ids, context, slice(begin, begin + room))
             length = len(columns["input_ids"])
             last = length - len(self.ids[2]) - 1
@@ -133,10 +134,7 @@ class _PairForm:
 
 
 def windows(tokenizer: Any, spec: SquadSpec, rows: Sequence[Row[Question]]) -> list[Window]:
-    """Return all windows in the order of their questions.
-
-    It is an error if a long question leaves so little room that the windows of its context would have gaps.
-    """
+    """Return all windows in the order of their questions."""
     form, questions = _PairForm(tokenizer, spec), [row.value for row in rows]
     contexts = list(dict.fromkeys(question.context for question in questions))
     by_context = dict(zip(contexts, tokenised(tokenizer, contexts), strict=True))

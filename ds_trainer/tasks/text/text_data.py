@@ -5,7 +5,6 @@ does not tokenise.
 """
 
 import contextlib
-import difflib
 import json
 import math
 import re
@@ -15,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ds_trainer.files.messages import kind_of, listed, quoted, shown
+from ds_trainer.recipe.fields import did_you_mean
 from ds_trainer.recipe.task_specs import FAMILIES, TextSpec
 from ds_trainer.tasks.records import FileRecords, HubRecords, Record, Records, find_file, text_in
 from ds_trainer.tasks.text import docstrings
@@ -82,9 +82,7 @@ def setting_mistakes(spec: TextSpec) -> list[str]:
     """Return every mistake in the spec that shows without reading its files."""
     if spec.name not in TASK_NAMES and type(spec) is TextSpec:  # a plugin's spec has a name of its own
         names = (*TASK_NAMES, *(name for entry in FAMILIES.values() for name in entry.names))
-        near = difflib.get_close_matches(spec.name.lower(), names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-        return [f"task name {quoted(spec.name)} is unknown: {hint}"]
+        return [f"task name {quoted(spec.name)} is unknown: {did_you_mean(spec.name.lower(), names)}"]
     mistakes = _label_mistakes(spec)
     if spec.name != "text":
         return mistakes
