@@ -6,8 +6,6 @@ form of the keys of some services, and as the value of an environment variable w
 Every pattern begins at the start of a name or at a fixed character, so that the time is linear in the text's length.
 """
 
-import contextlib
-import json
 import os
 import re
 from typing import Any
@@ -30,19 +28,10 @@ _SERVICE_KEY = re.compile(r"\b(?:hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{20,}|
 _MIN_VALUE = 8
 """Shorter values of environment variables are ordinary words, and are not looked for."""
 
-_MARK = re.compile(r"""(?<![\w.*-])([\w.*-]+)("\s{0,20}:\s{0,20}| is |=| (?!-))""")
+_MARK = re.compile(r"""(?<![\w.*-])([\w.*-]+)(["']\s{0,20}:\s{0,20}| is (?=["'\[{]|[^\s:;,]+[:;,])|=| (?!-))""")
 """A name, and what stands before its value: in JSON, in messages of this library, in assignments, and after a flag."""
-_LITERAL = r""""(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?"""  # one that is not closed, in a text that was cut, ends with its line
-_BRACKETS = r"[\[{](?:.*[\]}]|.*)"  # up to the last bracket of the line, for what is no whole JSON value
-_VALUES = {
-    '"': (re.compile(rf"{_LITERAL}|{_BRACKETS}|[-\w.+]+"), f'"{HIDDEN}"'),
-    "i": (re.compile(rf"{_LITERAL}|{_BRACKETS}|[^\s\"'\[{{:;,]+(?=[:;,])"), HIDDEN),
-    "=": (re.compile(rf"{_LITERAL}|[^\s&\"',;]+"), HIDDEN),
-    "": (re.compile(rf"{_LITERAL}|[^\s\"']+"), HIDDEN),
-}
-"""The value after each mark, by its first character, and what replaces it."""
-_QUOTED = {"'": re.compile(r"[^'\n]+"), '"': re.compile(r'[^"\n]+')}
-"""The value of an assignment that is quoted as a whole, as a shell has it."""
+_VALUE = re.compile(r""""(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?|[\[{].*|[^\s"',;&]*[^\s"',;:&]""")
+"""A quoted text, of which the end may be missing; a list or an object to the end of its line; or a word."""
 
 
 def redacted(value: Any) -> Any:
@@ -72,23 +61,10 @@ def _text(text: str) -> str:
     text = _LOGIN.sub(f"://{HIDDEN}@", _SERVICE_KEY.sub(HIDDEN, text))
     parts, done = [], 0
     for name in _MARK.finditer(text):
-        if name.start() < done or not _is_secret(name[1]):
+        is_named = name[2] != " " or name[1].startswith("-")  # two words, unless the first is a flag, are no assignment
+        if name.start() < done or not (is_named and _is_secret(name[1])):
             continue  # a name inside of a hidden value is passed over
-        mark = name[2].strip()[:1]
-        if not mark and not name[1].startswith("-"):
-            continue  # a word, and no flag
-        pattern, replacement = _VALUES[mark]
-        if mark == "=" and name.start():
-            pattern = _QUOTED.get(text[name.start() - 1], pattern)
-        if end := _end_of_value(text, name.end(), pattern):
-            parts += [text[done : name.end()], replacement]
-            done = end
+        if value := _VALUE.match(text, name.end()):
+            parts += [text[done : name.end()], HIDDEN]
+            done = value.end()
     return "".join([*parts, text[done:]])
-
-
-def _end_of_value(text: str, start: int, pattern: re.Pattern[str]) -> int | None:
-    """Return the end of the value at `start`; None if there is no value. A JSON list or object ends at its bracket."""
-    if text[start : start + 1] in ("[", "{"):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.JSONDecoder().raw_decode(text, start)[1]
-    return matched.end() if (matched := pattern.match(text, start)) else None
