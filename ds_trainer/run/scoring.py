@@ -23,9 +23,8 @@ from ds_trainer.files.checkpoint_files import DamagedCheckpointError, damage_of
 from ds_trainer.files.messages import aligned
 from ds_trainer.files.run_folder import RunFolder, kept_from_runs
 from ds_trainer.files.writing import write_artifacts, write_json
-from ds_trainer.models.folders import model_mistakes
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError, raise_mistakes
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import joined, out_of_memory_named, print_json, silence_transformers
 from ds_trainer.ranks.stopping import leaving
 from ds_trainer.recipe.exit_specs import EXITS_FILE
@@ -34,7 +33,6 @@ from ds_trainer.recipe.recipe import saved_exits
 from ds_trainer.recipe.saved_checkpoint import SavedCheckpoint
 from ds_trainer.recipe.schedules import steps_of
 from ds_trainer.recipe.technique_specs import Techniques
-from ds_trainer.recipe.trust import trust_in_force
 from ds_trainer.report.results import encoder_weights, is_detail
 from ds_trainer.run.phase import PhaseModel
 from ds_trainer.run.starting_models import MADE, MadeModels
@@ -188,19 +186,9 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
 def _start_and_techniques(saved: SavedCheckpoint) -> tuple[str, Techniques]:
     """Return the model that the phase started from, and its techniques with the folders of the models that they name.
 
-    The configs and tokenizers of all these models are needed again.
+    The configs and tokenizers of these models are needed again.
     """
     models = MadeModels(saved.recipe, saved.run / MADE)
     for phase in saved.recipe.phases[: saved.recipe.phases.index(saved.phase)]:
         models.add(phase.name, saved.run / phase.name / "model")
-    source, techniques = models.start(saved.phase), models.techniques(saved.phase)
-    needed = {"the model at the start": source}
-    needed |= {f"the {field} of {name}": model for (name, field), model in techniques.models.items()}
-    mistakes = [
-        f"{saved.path}: {role} of the phase {saved.phase.name} cannot be loaded, and its config and tokenizer are "
-        f"needed: {mistake}"
-        for role, model in needed.items()
-        for mistake in model_mistakes(model, trust_in_force())
-    ]
-    raise_mistakes(mistakes)
-    return source, techniques
+    return models.start(saved.phase), models.techniques(saved.phase)
