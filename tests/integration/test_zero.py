@@ -38,7 +38,7 @@ def outputs(tmp_path_factory):
     ("ranks", "case"), [(ranks, case) for ranks in (1, 2) for case in cases(ranks)], ids=lambda value: str(value)
 )
 def test_losses_equal_the_reference(ranks, case, outputs):
-    """Every step's loss, density and exit losses are those of one process: fp32 master weights, AdamW, clipping."""
+    """Every step's loss and density are those of one process: fp32 master weights, AdamW, clipping."""
     expected = reference_of(Case(case.plain_method, 0, case.precision))
     found = json.loads(outputs(ranks).read_text())[str(case)]
     assert found["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE[case.precision])

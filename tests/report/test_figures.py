@@ -94,14 +94,14 @@ def test_rates_that_are_far_apart_are_drawn_by_their_logarithms():
 def test_readings_have_a_panel_each_and_a_line_for_each_layer():
     """Of any technique, whatever it reads: its own value, and the means of the matrices of a layer."""
     figure = figures.readings("taught", taught())
-    assert [axes.get_ylabel() for axes in figure.axes] == ["prune/density", "distill/agreement"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["prune/density", "plugin/share"]
     by_layer = lines(figure)
     assert set(by_layer) == {"layer 0", "layer 1", "layer 2", "all"}
     last = [taught()[-1][f"prune/density/{name}"] for name in NAMES[:6]]
     assert by_layer["layer 0"].get_ydata()[-1] == pytest.approx(np.mean(last))
     assert by_layer["all"].get_ydata()[-1] == pytest.approx(0.4)
-    (agreement,) = figure.axes[1].get_lines()
-    assert agreement.get_ydata()[-1] == taught()[-1]["distill/agreement"]
+    (share,) = figure.axes[1].get_lines()
+    assert share.get_ydata()[-1] == taught()[-1]["plugin/share"]
 
 
 def test_a_cut_is_drawn_by_layer():

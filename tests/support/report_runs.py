@@ -59,7 +59,7 @@ def taught(steps: int = 20, weights: tuple[float, float] = (0.5, 2.0)) -> list[d
         row |= {f"train/term/{name}": value for name, value in terms.items()}
         row |= {f"train/weight/{name}": w for name, w in zip(terms, weights, strict=True)}
         row |= {"train/lr/weights": 1e-4 / step, "train/lr/*.mask_scores": 1e-2 / step}
-        row |= {"prune/density": 1 - 0.6 * step / steps, "distill/agreement": 1 - 0.5 / step}
+        row |= {"prune/density": 1 - 0.6 * step / steps, "plugin/share": 1 - 0.5 / step}
         row |= {f"prune/density/{name}": 1 - (0.3 + i / 30) * step / steps for i, name in enumerate(NAMES)}
         rows.append(row)
     return rows

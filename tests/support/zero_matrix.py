@@ -295,7 +295,7 @@ def under_engine(case: Case) -> dict[str, list]:
             waits = host_waits(partial(take, step, total), ds_engine.device)
         assert ds_engine.global_steps == step + 1
         losses.append(float(distributed.mean(total)))
-        readings.append(readings_of(techniques))
+        readings.append(densities(techniques))
     held = [values_held(technique._teacher._model) for technique in techniques if technique.name == "distill"]
     for technique in techniques:
         technique.stop()
@@ -304,10 +304,10 @@ def under_engine(case: Case) -> dict[str, list]:
     return {"losses": losses, "readings": readings, "teacher_values": held, "waits": places}
 
 
-def readings_of(techniques) -> dict[str, float]:
-    """The density, and each exit head's loss since the last time."""
-    found = {name: value for technique in techniques for name, value in technique.readings().items()}
-    return {name: value for name, value in found.items() if name.startswith(("prune/density", "exits/loss/"))}
+def densities(techniques) -> dict[str, float]:
+    """The density of the model and of each matrix."""
+    readings = {name: value for technique in techniques for name, value in technique.readings().items()}
+    return {name: value for name, value in readings.items() if name.startswith("prune/density")}
 
 
 def point_at(model, techniques) -> None:
@@ -354,7 +354,7 @@ def reference(case: Case) -> dict[str, list]:
             loss, _ = objective(Forward(batch, out, step))
             (loss / ACCUMULATION).backward()
             total += float(loss.detach()) / ACCUMULATION
-        readings.append(readings_of(techniques))
+        readings.append(densities(techniques))
         if model is not master:
             for own, other in zip(master.parameters(), model.parameters(), strict=True):
                 own.grad = None if other.grad is None else other.grad.float()

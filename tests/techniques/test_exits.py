@@ -168,23 +168,6 @@ def test_techniques_may_be_attached_in_any_order(sources, tmp_path, monkeypatch)
         torch.testing.assert_close(value, results[1][name], msg=name)
 
 
-def test_readings_are_each_heads_mean_loss_since_the_last(sources, tmp_path):
-    """Unweighted, over the forwards since; nothing where there were none. A resumed run goes on with the sums."""
-    task, model, technique, forward = attached(sources["classes"], tmp_path, training="joint")
-    losses = []
-    for rows in (range(5), range(5, 10)):
-        batch = task.collate(task.examples("train"), rows)
-        forward = Forward(batch, model(**batch.inputs), 0)
-        technique.terms(forward)
-        losses.append([F.cross_entropy(one.detach(), batch.labels) for one in said_by_heads(model, forward)])
-        state = technique.state()
-        technique.resume(state)
-        assert technique.state() == state
-    means = torch.tensor(losses).mean(0).tolist()
-    assert technique.readings() == {f"exits/loss/{i + 1}": pytest.approx(mean) for i, mean in enumerate(means)}
-    assert technique.readings() == {}
-
-
 def test_folding_leaves_a_plain_model_and_a_folder_that_exits(sources, tmp_path):
     """No head, hook or score is in the model, and the zeros that were asked for; the folder beside it loads."""
     exits = {"early_exit_entropy": [0.5, 0.6], "layers": [1, 3], "training": "joint"}

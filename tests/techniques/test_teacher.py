@@ -226,7 +226,6 @@ def test_a_padded_head_is_compared_over_the_tokens(padding, cached, tmp_path):
     batch = task.collate(task.examples("train"), ROWS)
     terms = technique.terms(Forward(batch, student.eval()(**batch.inputs), 0))
     assert max(terms.values()) < (1e-3 if cached else 1e-6)
-    assert technique.readings()["distill/agreement"] > (0.95 if cached else 0.99)  # half precision brings ties
     sum(terms.values()).backward()
     assert student.lm_head.weight.grad.abs().sum() > 0
     assert not student.lm_head.weight.grad[len(tokenizer) :].any()

@@ -1,7 +1,7 @@
 """Knowledge distillation: train a student to answer as a frozen teacher does.
 
 The teacher is any trained model of the same task with the student's tokens (`teacher.py`). It runs on every batch
-beside the student, or its answers to the training set are computed once and read from disk (`teacher_cache.py`). A
+beside the student, or its answers to the training set are computed once and read from disk. A
 recipe gives weights to any of these terms. Each is a mean over examples or tokens, as its unit says:
 
 | term | compares | source |
@@ -25,12 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_trainer.models.pretrained import load_config, load_tokenizer
-from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.recipe import GroupRule
 from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks import losses
-from ds_trainer.tasks.losses import TopK
 from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
 from ds_trainer.techniques.distill.teacher import Outputs, Teacher, cached_teacher, remembering, teacher_ids
 from ds_trainer.techniques.technique import PhaseLength, Technique
@@ -55,8 +53,6 @@ class Distill(Technique):
         self._teacher_ids: Tensor | None = None  # of the student's tokens, where the heads differ
         self._teacher: Teacher | None = None
         self._targets: Callable[[Batch], Outputs] | None = None  # the teacher, or the cache of its answers
-        # the rows of logits where both choose the same class, and all rows, since the last readings
-        self._counts = torch.zeros(2, dtype=torch.float64)
         if spec.cache_teacher and task.inputs_vary:
             raise UserError("cache_teacher: this task's inputs differ from epoch to epoch (random masking): drop it")
         if spec.top_k and not task.over_vocabulary:
@@ -130,7 +126,6 @@ class Distill(Technique):
         tokens = len(self._teacher_ids) if self.task.over_vocabulary and self._teacher_ids is not None else None
         logits = [each[:, :tokens] for each in self.task.logits(forward.out, forward.batch)]
         pairs = list(zip(logits, teacher.logits, strict=True))
-        self._count_agreement(pairs)
         project, mask = self.projection or nn.Identity(), forward.batch.mask
         states = [(project(forward.out.hidden_states[s]), teacher.hidden[t]) for s, t in self.spec.compared_layers]
         terms: dict[str, list[Tensor]] = {}
@@ -145,21 +140,6 @@ class Distill(Technique):
             terms["logits"] = [losses.soft_target_loss(self.task, *pair, *how) for pair in pairs]
         return {f"distill.{term}": torch.stack(values).mean() for term, values in terms.items()}
 
-    def readings(self) -> dict[str, float]:
-        """Return the share of rows of logits since the last readings where both choose the same class; collective."""
-        if self.task.regression:
-            return {}
-        agreed, compared = distributed.mean(self._counts).tolist()
-        self._counts = torch.zeros_like(self._counts)
-        return {"distill/agreement": agreed / compared} if compared else {}
-
-    def state(self) -> dict[str, Any]:
-        """Return the counts since the last readings; collective."""
-        return {"counts": distributed.mean(self._counts).tolist()}
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        self._counts = torch.tensor(state["counts"], dtype=torch.float64)
-
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {"teacher": self._teacher.predict(forward.batch)} if self._teacher is not None else {}
 
@@ -168,20 +148,3 @@ class Distill(Technique):
         if self.projection is not None:
             delattr(model, _PROJECTION)
         return model
-
-    @torch.no_grad()
-    def _count_agreement(self, pairs: Sequence[tuple[Tensor, Tensor | TopK]]) -> None:
-        """Count the rows, and those where student and teacher choose the same class; the counts stay on the device."""
-        if self.task.regression:
-            return
-        for student, teacher in pairs:
-            if isinstance(teacher, TopK):  # the largest logit is found faster than its place: a tie counts as the same
-                same = student.gather(-1, teacher.ids[:, :1])[:, 0] == student.amax(-1)
-            elif self.task.multi_label:  # each class by itself
-                same = losses.yes_and_no(student).argmax(-1) == losses.yes_and_no(teacher).argmax(-1)
-            else:
-                same = student.argmax(-1) == teacher.argmax(-1)
-            # `full_like` fills on the device, where a tensor made of a number would be copied and waited for
-            agreed = same.sum()
-            counts = torch.stack([agreed, torch.full_like(agreed, same.numel())])
-            self._counts = self._counts.to(same.device) + counts

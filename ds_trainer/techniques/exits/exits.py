@@ -9,7 +9,7 @@ With L_j the loss of the head after layer j, and n the last layer, which has the
 its thresholds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -45,8 +45,6 @@ class Exits(Technique):
         self.heads = nn.ModuleDict()
         """The heads by the number of their layer."""
         self._source = self._news = ""  # the folder of the model, and where its heads come from
-        # fp64 sums fp32 numbers exactly, so a run that is stopped and resumed logs the same
-        self._loss_sums, self._loss_count = torch.zeros((), dtype=torch.float64), 0
 
     def attach(self, model: nn.Module) -> nn.Module:
         """Add the heads: those of the folder that the model comes from, or copies of the model's own head."""
@@ -90,9 +88,6 @@ class Exits(Technique):
     def terms(self, forward: Forward) -> dict[str, Tensor]:
         """Return the sum of the heads' losses, or jointly their mean, and the own head's, weighted by layer."""
         losses = [self.task.loss(out, forward.batch) for out in self._outs(forward).values()]
-        weighted = torch.stack(losses).detach() * forward.shares.get(self.task.loss_unit, 1.0)  # as the term is
-        self._loss_sums = self._loss_sums + weighted.double()
-        self._loss_count += 1
         if self.spec.training == "heads":
             return {"exits.heads": torch.stack(losses).sum()}
         losses.append(self.task.loss(forward.out, forward.batch))
@@ -100,22 +95,6 @@ class Exits(Technique):
         # weighed by plain numbers: making a tensor of them would wait for the device
         total = torch.stack([layer * loss for layer, loss in zip(layers, losses, strict=True)]).sum()
         return {"exits.heads": total / sum(layers)}
-
-    def readings(self) -> dict[str, float]:
-        """Return each head's loss, its mean over the labels of all ranks since the last readings; collective."""
-        if not self._loss_count:
-            return {}
-        means = (distributed.mean(self._loss_sums) / self._loss_count).tolist()
-        self._loss_sums, self._loss_count = torch.zeros((), dtype=torch.float64), 0
-        return {f"exits/loss/{layer}": value for layer, value in zip(self.layers, means, strict=True)}
-
-    def state(self) -> dict[str, Any]:
-        """Return the sums of the heads' losses since the last readings; collective."""
-        return {"sums": distributed.mean(self._loss_sums).tolist(), "summed": self._loss_count}
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        self._loss_sums = torch.tensor(state["sums"], dtype=torch.float64, device=distributed.device())
-        self._loss_count = state["summed"]
 
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {f"exit_{layer}": out for layer, out in self._outs(forward).items()}
