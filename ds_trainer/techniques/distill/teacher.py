@@ -12,8 +12,7 @@ by the token's place among all tokens of the split: token t of example i is at `
 place: its index is -1. Logits of positions are indexed by the position's place among all labels of the split.
 
 With `top_k` a position has a record of bytes in place of its logits: the log-probabilities of the k likeliest tokens
-and of all others together, in fp16, and then the k ids, the likeliest first, in as many bits each as the vocabulary
-needs, the lowest bit first. These are 250 bytes for 64 of 32,000 tokens.
+and of all others together, in fp16, and then the k ids in int32, the likeliest first.
 """
 
 import copy
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ds_trainer.files.messages import listed
-from ds_trainer.models.pretrained import identity_of, load_config
+from ds_trainer.models.pretrained import identity_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
@@ -93,13 +92,6 @@ class Teacher:
         if self.ids is not None and self.task.over_vocabulary:
             out.logits = out.logits.index_select(-1, self.ids)
         return out
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """The number of its logits over a vocabulary, which are those of the student's tokens."""
-        if self.ids is not None:
-            return len(self.ids)
-        return int(load_config(self.spec.teacher, self.task.head).get_text_config().vocab_size)
 
     @cached_property
     def label_offsets(self) -> Array:
@@ -183,7 +175,7 @@ def cached_teacher(teacher: Teacher) -> Callable[[Batch], Outputs]:
         *(teacher.layers, spec.teacher_dtype, task.label_names),
         *([] if teacher.ids is None else [teacher.ids.tolist()]),
         *(["labels"] if task.logits_of == "position" else []),  # earlier versions kept logits of every token
-        *([spec.top_k, spec.temperature] if spec.top_k else []),
+        *([spec.top_k, spec.temperature, "int32"] if spec.top_k else []),  # earlier versions packed the bits of ids
     )
     folder = task.cache_dir.expanduser() / f"teacher-{key}"
     if not distributed.on_main(lambda: open_arrays(folder) is not None):
@@ -197,28 +189,16 @@ def cached_teacher(teacher: Teacher) -> Callable[[Batch], Outputs]:
     return partial(_read, opened[0], teacher)
 
 
-def pack(top: TopK, vocabulary: int) -> Array:
+def pack(top: TopK) -> Array:
     """Return records (rows, bytes) uint8."""
-    bits = top.ids.cpu().numpy()[..., None] >> np.arange(_bits(vocabulary)) & 1
-    ids = np.packbits(bits.astype(np.uint8).reshape(len(bits), -1), axis=-1, bitorder="little")
-    return np.concatenate([_half(top.log_probs).view(np.uint8), ids], -1)
+    ids = top.ids.cpu().numpy().astype(np.int32)
+    return np.concatenate([_half(top.log_probs).view(np.uint8), ids.view(np.uint8)], -1)
 
 
-def unpack(records: Tensor, k: int, vocabulary: int) -> TopK:
+def unpack(records: Tensor, k: int) -> TopK:
     """Return what records (rows, bytes) uint8 hold, on their device, with probabilities that sum to 1 again."""
-    split, bits = 2 * (k + 1), _bits(vocabulary)
-    log_probs = records[:, :split].contiguous().view(torch.float16).float()
-    packed = records[:, split:].long()
-    first = torch.arange(k, device=records.device) * bits
-    # an id and the bits before it in its first byte; bytes beyond the record's end have no bit of it
-    spanned = range((bits + 14) // 8)
-    values = sum(packed[:, (first // 8 + n).clamp_(max=packed.shape[1] - 1)] << 8 * n for n in spanned)
-    return TopK(values >> first % 8 & (1 << bits) - 1, log_probs.log_softmax(-1))
-
-
-def _bits(vocabulary: int) -> int:
-    """Return the bits of an id."""
-    return (vocabulary - 1).bit_length()
+    log_probs, ids = (part.contiguous() for part in records.split([2 * (k + 1), 4 * k], -1))
+    return TopK(ids.view(torch.int32).long(), log_probs.view(torch.float16).float().log_softmax(-1))
 
 
 def _half(values: Tensor) -> Array:
@@ -238,7 +218,7 @@ def _read(arrays: dict[str, Array], teacher: Teacher, batch: Batch) -> Outputs:
     if top_k := teacher.spec.top_k:
         records = (torch.from_numpy(arrays[name][of_logits]) for name in names)
         moved = (record.to(teacher.device, non_blocking=True) for record in records)
-        logits = tuple(unpack(record, top_k, teacher.vocabulary) for record in moved)
+        logits = tuple(unpack(record, top_k) for record in moved)
     else:
         logits = tuple(read(name, of_logits, PAD_LOGIT) for name in names)
     return Outputs(logits, {layer: read(f"hidden.{layer}", of_tokens, 0.0) for layer in teacher.layers})
@@ -294,8 +274,7 @@ def _outputs(teacher: Teacher) -> Iterator[list[list[tuple[str, Array, Array]]]]
         named = [(f"logits.{number}", of_logits, values) for number, values in enumerate(outputs.logits)]
         named += [(f"hidden.{layer}", of_tokens, values) for layer, values in outputs.hidden.items()]
         kept = [
-            (name, where, pack(values, teacher.vocabulary) if isinstance(values, TopK) else _half(values))
-            for name, where, values in named
+            (name, where, pack(values) if isinstance(values, TopK) else _half(values)) for name, where, values in named
         ]
         yield distributed.gather([(name, where[where >= 0], values[where >= 0]) for name, where, values in kept])
 
