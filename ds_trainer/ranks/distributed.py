@@ -80,8 +80,8 @@ def warn(message: str) -> None:
 
 
 @contextlib.contextmanager
-def as_warning(what: str, failures: list[str] | None = None) -> Iterator[None]:
-    """Turn an error raised inside into a warning, and a line of `failures`: `what`, a colon, and its cause.
+def as_warning(what: str) -> Iterator[None]:
+    """Turn an error raised inside into a warning: `what`, a colon, and its cause.
 
     For what must not end a run that has trained: its figures, pages and cards.
     """
@@ -90,8 +90,6 @@ def as_warning(what: str, failures: list[str] | None = None) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - whatever is wrong with them
         cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         warn(f"{what}: {cause}")
-        if failures is not None:
-            failures.append(f"{what}: {cause}")
 
 
 def start_logging() -> None:

@@ -1,6 +1,6 @@
 """The report of a run: figures, `report.md`, and `report.html` as a single file, made from the output folder alone.
 
-A figure or a section that cannot be made becomes a warning and a line on the page.
+A figure that cannot be made is a warning, and the page then lacks it and those that come after it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ from ds_trainer.files.writing import write_whole
 from ds_trainer.models.folders import as_user_error
 from ds_trainer.ranks import distributed
 from ds_trainer.report import figures
-from ds_trainer.report.results import (
-    RunFiles,
-    number,
-    peak_memory,
-    read_run,
-    side_by_side,
-    verdict,
-)
+from ds_trainer.report.results import RunFiles, number, peak_memory, read_run, side_by_side, verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,17 +73,14 @@ def latency_notes(run: RunFiles) -> list[str]:
 
 def _write(run: RunFiles) -> None:
     """Write the figures and both pages."""
-    folder, failures, captions = RunFolder(run.folder), list[str](), dict[str, str]()
-    with distributed.as_warning("the report has no figures", failures):
+    folder, captions = RunFolder(run.folder), dict[str, str]()
+    with distributed.as_warning("the report lacks figures"):
         figures.check_installed()
-        for phase in run.phases:
-            with distributed.as_warning(f"plots of {phase}", failures):
-                for name, caption, draw in _plots_of(run, phase):
-                    with distributed.as_warning(f"plot {name}", failures):
-                        if (figure := draw()) is not None:
-                            figures.save(figure, folder.claim(f"plots/{name}.png"))
-                            captions[name] = caption
-    page = _page(run, captions, failures)
+        for name, caption, draw in [plot for phase in run.phases for plot in _plots_of(run, phase)]:
+            if (figure := draw()) is not None:
+                figures.save(figure, folder.claim(f"plots/{name}.png"))
+                captions[name] = caption
+    page = _page(run, captions)
     write_whole(folder.claim("report.md"), page)
     if (text := _html(run, page)) is not None:
         write_whole(folder.claim("report.html"), text)
@@ -124,31 +114,21 @@ def _for_file(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)
 
 
-def _page(run: RunFiles, captions: Mapping[str, str], failures: list[str]) -> str:
+def _page(run: RunFiles, captions: Mapping[str, str]) -> str:
     """Return the page in Markdown; text from the run's files is escaped or fenced."""
     parts = [f"# {_escaped(_title(run))}"]
     model, task = run.recipe.get("model") or {}, run.recipe.get("task") or {}
     if task:
         parts.append(_escaped(f"Model {model.get('name_or_path') or 'new'}, task {task.get('name')}."))
-    parts.append("## Results")
-    with distributed.as_warning("the verdict", failures):
-        parts.append("\n".join(f"- {_escaped(line)}" for line in verdict(run.results)))
-    with distributed.as_warning("the table of results", failures):
-        warnings = [f"{name}: {line}." for name, result in run.results.items() for line in result.get("warnings", [])]
-        parts += [table_of(run), *map(_escaped, [*warnings, *latency_notes(run)])]
+    parts += ["## Results", "\n".join(f"- {_escaped(line)}" for line in verdict(run.results))]
+    warnings = [f"{name}: {line}." for name, result in run.results.items() for line in result.get("warnings", [])]
+    parts += [table_of(run), *map(_escaped, [*warnings, *latency_notes(run)])]
     parts += ["## Figures"] if captions else []
     for name, caption in captions.items():
         parts.append(f"![{_escaped(caption)}](plots/{name}.png)\n\n{_escaped(caption)}")
     if (run.folder / "command.json").is_file():
-        with distributed.as_warning("command.json", failures):
-            command = str(read_object(run.folder / "command.json")["command"])
-            parts += [
-                "## Command",
-                textwrap.indent(command, "    "),
-                "Its files are recipe.json and deepspeed_config.json.",
-            ]
-    if failures:
-        parts += ["## What is missing", "\n".join(f"- {_escaped(failure)}" for failure in failures)]
+        command = textwrap.indent(str(read_object(run.folder / "command.json").get("command")), "    ")
+        parts += ["## Command", command, "Its files are recipe.json and deepspeed_config.json."]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -4,6 +4,7 @@ The first phase that was timed is what the others are compared with. Latencies a
 in turns, on the texts of one task, which the scores are of as well.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -12,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ds_trainer.files.messages import aligned, listed
+from ds_trainer.files.messages import aligned
 from ds_trainer.files.reading import read_file, read_object
-from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.exit_specs import EXITS_FILE
 from ds_trainer.recipe.task_specs import greater_is_better
@@ -74,16 +74,10 @@ def read_run(folder: Path) -> RunFiles:
 def _read_log(file: Path) -> dict[str, LogRecords]:
     """Read the records of each phase, one for each step. If a resumed run logged a step again, its later values win."""
     phases: dict[str, dict[int, dict[str, Any]]] = {}
-    broken = []
-    for number, line in enumerate(read_file(file).decode("utf-8", errors="replace").splitlines(), start=1):
-        try:
+    for line in read_file(file).decode("utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # the last line of a killed run may be cut short
             record = json.loads(line)
-            phase, step = record["phase"], int(record["step"])
-            phases.setdefault(phase, {}).setdefault(step, {}).update(record)
-        except (ValueError, LookupError, TypeError):  # noqa: PERF203 - such as the last line of a killed run
-            broken.append(number)
-    if broken:
-        distributed.warn(f"{file}: left out line {listed(broken)}, which is no record of a step")
+            phases.setdefault(record["phase"], {}).setdefault(int(record["step"]), {}).update(record)
     return {phase: [steps[step] for step in sorted(steps)] for phase, steps in phases.items()}
 
 
@@ -160,25 +154,20 @@ def results_table(results: Mapping[str, Any]) -> str:
     return "\n\n".join([aligned(rows), *filter(None, ["\n".join(verdict(results))])])
 
 
-def timed_models(results: Mapping[str, Any]) -> dict[str, tuple[float | None, dict[str, float]]]:
-    """Return score and median milliseconds of the models that were timed, the one to compare with first.
+def verdict(results: Mapping[str, Any]) -> list[str]:
+    """Say in a sentence for each timed model how fast it is and how well it scores beside the first one.
 
-    A model is named by its phase, and once more where it leaves early. Milliseconds are by "batch 1", "batch 32".
+    A model is named by its phase, and once more where it leaves early.
     """
-    timed: dict[str, tuple[float | None, dict[str, float]]] = {}
+    metric, sentences = main_metric(results), list[str]()
+    timed: dict[str, tuple[float | None, dict[str, float]]] = {}  # scores, and milliseconds by "batch 1", "batch 32"
     for phase, result in results.items():
         for key, prefix, words in _WAYS:
             ms = {batch.replace("_", " "): times["median_ms"] for batch, times in (result.get(key) or {}).items()}
-            score = result.get("eval", {}).get(f"{prefix}{main_metric(results)}")
+            score = result.get("eval", {}).get(f"{prefix}{metric}")
             if ms:
                 finite = score is not None and math.isfinite(score)
                 timed[f"{phase}, leaving early" if words else phase] = score if finite else None, ms
-    return timed
-
-
-def verdict(results: Mapping[str, Any]) -> list[str]:
-    """Say in a sentence for each timed model how fast it is and how well it scores beside the first one."""
-    metric, timed, sentences = main_metric(results), timed_models(results), []
     base, (base_score, base_ms) = next(iter(timed.items()), ("", (None, {})))
     for name, (score, ms) in list(timed.items())[1:]:
         batches = [batch for batch in ms if batch in base_ms]
