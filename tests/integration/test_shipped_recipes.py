@@ -13,7 +13,7 @@ from ds_trainer.cli.train import read_train_job
 from ds_trainer.engine.engine_file import settled_numbers
 from ds_trainer.files.reading import read_json
 from ds_trainer.models.folders import create_folder, train_tokenizer
-from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe
+from ds_trainer.recipe.recipe import Recipe, parse_recipe
 from ds_trainer.recipe.schedules import steps_of
 from ds_trainer.run.phase import plan_phase
 from ds_trainer.run.starting_models import StartingModels
@@ -49,10 +49,6 @@ ORIGINALS = {
 
 def recipe_of(name: str) -> Recipe:
     return parse_recipe(read_json(ROOT / "ds_configs" / "recipes" / f"{name}.json", "the recipe"))
-
-
-def phase_of(recipe: Recipe, name: str) -> Phase:
-    return next(phase for phase in recipe.phases if phase.name == name)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -116,28 +112,17 @@ def test_the_recipe_of_what_is_served_cuts_the_given_model_which_teaches_it() ->
     assert (phase.start_from, phase.techniques.distill.teacher, phase.dropout) == ("@previous", "@model", 0.0)
 
 
-def test_the_warm_up_of_movement_pruning_is_the_originals() -> None:
-    """It is the original's share of the steps, on SQuAD and on MNLI."""
+def test_the_optimizers_and_warm_ups_of_originals_are_theirs() -> None:
+    """Those that a recipe gives, and the defaults that it leaves out: rate, decay, betas, epsilon, clipping."""
+    usual, of_distilbert = ((0.9, 0.999), 1e-8, 0, 1), ((0.9, 0.98), 1e-6, 0, 5)
+    optimizers = {"mlm_distilbert": (5e-4, *of_distilbert), "clm_distilgpt2": (5e-4, *of_distilbert)}
+    optimizers |= {"squad_distil": (5e-5, *usual), "glue_deebert": (2e-5, *usual)}
+    for name, expected in optimizers.items():
+        numbers = settled_numbers({}, recipe_of(name).phases[-1], 1)
+        ours = numbers.optimizer
+        assert (ours.lr, ours.betas, ours.eps, ours.weight_decay, numbers.max_grad_norm) == expected, name
     for name, steps, warmup in (("squad_fine_prune_distil", 55_330, 5_400), ("glue_fine_prune_distil", 73_632, 12_000)):
-        assert steps_of(phase_of(recipe_of(name), "prune").warmup_steps, steps) == pytest.approx(warmup, rel=1e-3)
-
-
-def test_the_optimizer_of_distilbert_is_the_originals() -> None:
-    """It gets Adam's betas and epsilon, the rate and the clipping, for BERT and for GPT-2."""
-    for name in ("mlm_distilbert", "clm_distilgpt2"):
-        numbers = settled_numbers({}, phase_of(recipe_of(name), "distil"), 1)
-        assert (numbers.optimizer.betas, numbers.optimizer.eps) == ((0.9, 0.98), 1e-6)
-        assert (numbers.optimizer.lr, numbers.optimizer.weight_decay, numbers.max_grad_norm) == (5e-4, 0, 5)
-
-
-def test_the_defaults_that_recipes_of_originals_leave_out_are_the_scripts() -> None:
-    """What their comments say of weight decay, betas, epsilon, clipping and warm-up holds of a run."""
-    for name, rate, batch in (("squad_distil", 5e-5, 8), ("glue_deebert", 2e-5, 8)):
-        for phase in recipe_of(name).phases:
-            numbers = settled_numbers({}, phase, 1)
-            assert (numbers.optimizer.lr, numbers.train_batch_size, phase.num_train_epochs) == (rate, batch, 3)
-            assert (numbers.optimizer.weight_decay, phase.warmup_steps or 0, numbers.max_grad_norm) == (0, 0, 1)
-            assert (numbers.optimizer.betas, numbers.optimizer.eps) == ((0.9, 0.999), 1e-8)
+        assert steps_of(recipe_of(name).phases[-1].warmup_steps, steps) == pytest.approx(warmup, rel=1e-3)
 
 
 def test_fine_pruning_plans_on_a_small_task(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 `deepspeed --num_gpus N tests/support/zero_matrix.py OUT` runs the cases of so many ranks under the engine and writes
 the losses; the test compares them with `reference(case)`. To OUT.pt it writes the gradient of one global batch of
-labels of tokens, distilled or with exits of LayerSkip, for many ways to cut it in micro-batches; and the weights after
+labels of tokens, distilled, for many ways to cut it in micro-batches; and the weights after
 some steps in bf16 by the top k of a cached teacher, stopped once and resumed, or not.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from support.host_waits import host_waits
-from support.launching import ROOT, chosen
+from support.launching import chosen
 from support.zeroed import empty
 from torch import Tensor
 from transformers import (
@@ -33,10 +33,8 @@ from transformers import (
     AutoModelForTokenClassification,
     BertConfig,
     GPT2Config,
-    LlamaConfig,
 )
 
-from ds_trainer.cli.plugins import load_plugin
 from ds_trainer.engine import engine
 from ds_trainer.engine.engine import as_torch, parameter_groups
 from ds_trainer.engine.engine_file import Hyperparameters
@@ -137,7 +135,7 @@ _SOME += [(method, ("fp32",)) for method in (*METHODS, *DISTILLED, *EXITS)]
 ALL = [Case(method, stage, precision) for method, precisions in _SOME for stage in range(4) for precision in precisions]
 _ALONE = "partitioned-zero3-fp32 whole-zero3-fp32 all-zero2-fp32 l0-zero0-bf16 recomputed-l0-zero0-fp32"
 _WITHOUT_ZERO_3 = """threshold sigmoied magnitude static hybrid-magnitude hybrid-l0 hybrid-sigmoied hybrid-threshold
-    mixed block recomputed-l0 recomputed-layers"""
+    mixed block recomputed-l0 recomputed-layers filled exits-heads both"""
 """Methods whose weights and scores are gathered as those of others are: under ZeRO 1, which is much faster."""
 _ON_TWO = """l0-zero0-autocast sigmoied-zero1-bf16 hybrid-zero2-bf16 filled-zero0-bf16 exits-joint-zero3-autocast
     both-zero3-autocast topK-zero3-bf16 partitioned-zero1-fp32 whole-zero1-fp32 exits-tokens-zero0-fp32
@@ -244,6 +242,14 @@ def batch_of(step: int, micro: int, rank: int):
     return Batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, labels, torch.arange(MICRO))
 
 
+PRECISIONS: dict[str, dict] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+
+
 def engine_config(case: Case, world: int) -> dict:
     config = {
         "train_micro_batch_size_per_gpu": MICRO * RANKS // world,
@@ -252,13 +258,7 @@ def engine_config(case: Case, world: int) -> dict:
         "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0},
         "steps_per_print": 10**9,
     }
-    if case.precision == "bf16":
-        config["bf16"] = {"enabled": True}
-    if case.precision == "fp16":
-        config["fp16"] = {"enabled": True, "initial_scale_power": 8}
-    if case.precision == "autocast":
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    return config
+    return config | PRECISIONS[case.precision]
 
 
 def rank_batch(step: int, micro: int, rank: int, world: int):
@@ -379,7 +379,7 @@ TOP_K = "clm-top_k"
 _LM = {"train_file": "text.txt", "min_seq_length": 2}
 _PACKED = {"packing": True, "min_seq_length": 2}
 VARIANTS = {
-    **dict.fromkeys(("mlm", "mlm-everywhere", "clm", "clm-skip", TOP_K), _LM),
+    **dict.fromkeys(("mlm", "mlm-everywhere", "clm", TOP_K), _LM),
     "clm-packed": _PACKED | {"max_seq_length": 32, "train_file": "more.txt"},
     "clm-chat": _PACKED | {"max_seq_length": 64, "messages_column": "messages", "train_file": "chat.jsonl"},
     "ner": {"train_file": "tags.conll"},
@@ -480,26 +480,12 @@ def _plan(cut: Cut, folder: Path, precision: dict[str, Any] | None = None) -> Ph
         distill["restrict_ce_to_mask"] = variant != "everywhere"
     if cut.task == TOP_K:
         distill |= {"cache_teacher": {"top_k": 4}, "divergence": "js"}
-    techniques: dict = {"distill": distill}
-    loss = {f"distill.{term}": weight for term, weight in weights.items()}
-    if variant == "skip":
-        load_plugin(str(ROOT / "examples/layer_skip.py"))
-        techniques, loss = {"layer_skip": {"layer_dropout": 0.0, "rotation": 1}}, {"layer_skip.exits": 0.7}
-    recipe = parse_recipe(
-        {
-            "task": {"name": task, "data_dir": str(folder), "validation_file": own["train_file"], **own},
-            "phases": [
-                {
-                    "max_steps": 1,
-                    "techniques": techniques,
-                    "loss": {"task": 1.0} | loss,
-                }
-            ],
-            "cache_dir": str(folder / "cache"),
-        }
-    )
+    loss = {"task": 1.0} | {f"distill.{term}": weight for term, weight in weights.items()}
+    data = {"name": task, "data_dir": str(folder), "validation_file": own["train_file"], **own}
+    phases = [{"max_steps": 1, "techniques": {"distill": distill}, "loss": loss}]
+    recipe = parse_recipe({"task": data, "phases": phases, "cache_dir": str(folder / "cache")})
     (phase,) = recipe.phases
-    student = folder / task / ("llama" if variant == "skip" else "student")
+    student = folder / task / "student"
     config = {
         "train_micro_batch_size_per_gpu": EXAMPLES // cut.accumulation // distributed.world_size(),
         "gradient_accumulation_steps": cut.accumulation,
@@ -541,10 +527,6 @@ def _folders() -> str:
         for task, (auto, config) in (kinds | {"ner": (AutoModelForTokenClassification, tags)}).items():
             auto.from_config(config).save_pretrained(folder / task / name)
             tokenizer.save_pretrained(folder / task / name)
-    shape = _SMALL | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 32}
-    llama = LlamaConfig(**shape, **vocabulary, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(llama).save_pretrained(folder / "clm" / "llama")
-    tokenizer.save_pretrained(folder / "clm" / "llama")
     return str(folder)
 
 
