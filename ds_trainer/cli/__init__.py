@@ -1,1 +1,1 @@
-"""The command lines: one file a command, which turns flags into a checked job and makes one call into the library."""
+"""The command lines: a command turns flags into a checked job and makes one call into the library."""
