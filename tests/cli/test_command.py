@@ -51,7 +51,7 @@ def mistakes_of(command: dict, *more: str) -> str:
     ("spoil", "words"),
     [
         ({"--recipe": "/nowhere.json"}, ["the recipe /nowhere.json does not exist"]),
-        ({"--deepspeed_config": "ds_configs"}, ["the engine file ds_configs is not a file"]),
+        ({"--deepspeed_config": "ds_configs"}, ["the engine file ds_configs"]),
         ({"--model_name_or_path": "/nowhere/model"}, ["/nowhere/model does not exist"]),
         ({"--model_name_or_path": "ds_configs"}, ["no config.json"]),
         ({"--task_name": "sst3"}, ["sst3", "sst2"]),
