@@ -64,9 +64,9 @@ def with_words_only(seed: int, count: int) -> list[Question]:
 TEXTS = [text for question in hard_questions(0, 200) for text in (question.context, question.question)]
 
 
-def word_pieces(lowercase: bool = True) -> Any:
+def word_pieces() -> Any:
     """`[CLS] q [SEP] c [SEP]`, token types by side."""
-    trained = train_tokenizer(TEXTS, 300, lowercase)
+    trained = train_tokenizer(TEXTS, 300, True)
     names = ["input_ids", "token_type_ids", "attention_mask"]
     return PreTrainedTokenizerFast(
         tokenizer_object=trained.backend_tokenizer, model_input_names=names, **trained.special_tokens_map
@@ -86,16 +86,6 @@ def roberta_tokenizer() -> Any:
     backend = _byte_pairs()
     backend.post_processor = processors.RobertaProcessing(
         ("</s>", 2), ("<s>", 1), trim_offsets=True, add_prefix_space=False
-    )
-    names = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **_SPECIALS)
-
-
-def modernbert_tokenizer() -> Any:
-    """Byte-level, a template, and offsets with the space before a word."""
-    backend = _byte_pairs()
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     names = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **_SPECIALS)
@@ -125,9 +115,7 @@ def deberta_tokenizer() -> Any:
 
 TOKENIZERS: dict[str, Callable[[], Any]] = {
     "word pieces": word_pieces,
-    "cased word pieces": lambda: word_pieces(lowercase=False),
     "roberta": roberta_tokenizer,
-    "modernbert": modernbert_tokenizer,
     "gpt2": gpt2_tokenizer,
     "deberta": deberta_tokenizer,
 }

@@ -1,13 +1,11 @@
-"""Data files and run folders that are broken or hostile: read, or refused with their name and exit code 2.
+"""Data files that are broken or hostile: read, or refused with their name and exit code 2.
 
 What is read is sound: labels that exist, answers that are where they are said to be.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -17,15 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import NOISY, as_json, fuzzed, refusal, spoilt_bytes, spoilt_json
 from support.official_files import OFFICIAL
-from support.report_runs import write_run
-from transformers import BertConfig, BertModel
 
-from ds_trainer.cli.train import report_command
-from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.recipe.task_specs import FAMILIES, family
-from ds_trainer.report import figures
-from ds_trainer.tasks.registry import build_task, check_data_files
+from ds_trainer.tasks.registry import check_data_files
 from ds_trainer.tasks.text.text_data import GLUE
 
 WORDS = ["text", "label", "kind", "data", "context", "question", "answers", "answer_start", "nan", "tokens", "tags"]
@@ -106,66 +99,3 @@ def test_files_of_every_task(data: st.DataObject, case: tuple[str, str], regress
     assert refused(spec) == ""
     put(path, data.draw(spoilt | NOISY, "file"))
     refused(spec, str(path))
-
-
-ODD_TEXTS = ["\u0000", "\u200b", "\u202e", "\ufeff", "\u0301", "👩🏽", "[SEP]", "[MASK]", "İ", "ﬁ", "x" * 3000, " "]
-ANY_TEXT = st.text(max_size=20) | st.lists(st.sampled_from(ODD_TEXTS), max_size=6).map("".join)
-
-
-@fuzzed(40)
-@given(name=st.sampled_from(["text", "squad", "mlm"]), texts=st.lists(ANY_TEXT, min_size=1, max_size=4))
-def test_tokens(name: str, texts: list[str], folder: Path, tmp_path_factory: Any) -> None:
-    """Any text at all becomes tokens within the vocabulary and the length, or the split is refused as empty."""
-    model = folder / "model"
-    if not model.exists():
-        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-        BertModel(BertConfig(vocab_size=200, **sizes)).save_pretrained(model)
-        train_tokenizer([CONTEXT, "it rains in the hills"], 120, True).save_pretrained(str(model))
-    answers = [{"text": texts[0][:4], "answer_start": 0}]
-    qas = [{"id": str(number), "question": text, "answers": answers} for number, text in enumerate(texts)]
-    rows = [{"text": text, "kind": number % 2} for number, text in enumerate([*texts, "", "a"])]
-    file, content, fields = {
-        "text": ("tokens.jsonl", "\n".join(map(json.dumps, rows)), TABLE | {"max_seq_length": 8}),
-        "squad": (
-            "train-v1.1.json",
-            json.dumps({"data": [{"paragraphs": [{"context": texts[0], "qas": qas}]}]}),
-            {"max_seq_length": 16, "max_query_length": 4, "doc_stride": 2},
-        ),
-        "mlm": ("tokens.txt", "\n".join(texts), {"max_seq_length": 8, "min_seq_length": 3}),
-    }[name]
-    put(folder / file, content.encode(errors="surrogatepass"))
-    spec, cache = task(folder, name, file, **fields), tmp_path_factory.mktemp("cache")
-
-    def read(_: Any) -> None:
-        examples = build_task(spec, model, cache).examples("train")
-        assert len(examples) > 0
-        assert 0 <= examples.tokens["input_ids"].min() <= examples.tokens["input_ids"].max() < 200
-        assert examples.lengths.max() <= spec.max_seq_length
-
-    refusal(read, [], "tokens", "train")
-
-
-REPORTED = ["all_results.json", "recipe.json", "log.jsonl", "command.json", "eval/exits.json"]
-
-
-def absent() -> None:
-    raise ValueError("no figures here")
-
-
-@fuzzed(30)
-@given(data=st.data(), name=st.sampled_from(REPORTED))
-def test_reports(data: st.DataObject, name: str, folder: Path) -> None:
-    """The page is made of what can be read; a broken recipe or broken results are named, and no page is written."""
-    run, place = folder / "sound", folder / "out"
-    if not run.exists():
-        write_run(run)
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(run, place)
-    lines = (run / name).read_text().splitlines()
-    first, others = (lines[0], lines[1:]) if name == "log.jsonl" else ("".join(lines), [])
-    known = ["phase", "step", "eval", "exits", "weights", "phases", "name", "splits"]
-    put(place / name, b"\n".join([data.draw(spoilt_json(json.loads(first), known)), *map(str.encode, others)]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "check_installed", absent)  # they take seconds
-        message = refusal(report_command, [str(place)], str(place))
-    assert (place / "report.md").is_file() == (not message)

@@ -13,13 +13,9 @@ from transformers import (
     BartConfig,
     BertConfig,
     DebertaV2Config,
-    DistilBertConfig,
     ElectraConfig,
     GPT2Config,
-    LlamaConfig,
-    ModernBertConfig,
     OPTConfig,
-    RobertaConfig,
 )
 
 from ds_trainer.tasks.lm.head_positions import take_head_positions
@@ -34,16 +30,12 @@ LAYERS = {
 }
 MASKED = {
     "bert": BertConfig(**SIZES),
-    "roberta": RobertaConfig(**SIZES, max_position_embeddings=32),
-    "distilbert": DistilBertConfig(dim=16, n_layers=2, n_heads=2, hidden_dim=24, vocab_size=40),
     "electra": ElectraConfig(**SIZES, embedding_size=8),
-    "modernbert": ModernBertConfig(**SIZES, pad_token_id=0),
     "deberta_v2": DebertaV2Config(**SIZES, **RELATIVE),
     "deberta_v2_new_head": DebertaV2Config(**SIZES, **RELATIVE, legacy=False),
 }
 CAUSAL = {
     "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40),
-    "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
     "opt": OPTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24, **OWN_DECODER),
     "bart": BartConfig(d_model=16, **LAYERS, **OWN_DECODER),
 }
@@ -119,7 +111,7 @@ def test_tuples_are_understood(name: str) -> None:
 @torch.no_grad()
 def test_a_copy_has_hooks_of_its_own() -> None:
     """A deep copy takes positions too, without touching the first."""
-    model = take_head_positions(build("llama"))
+    model = take_head_positions(build("gpt2"))
     twin = copy.deepcopy(model)
     states = {id(next(iter(m._forward_pre_hooks.values())).__self__) for m in (model, twin)}
     assert len(states) == 2
@@ -128,14 +120,12 @@ def test_a_copy_has_hooks_of_its_own() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "bart"])
 def test_recomputed_layers_give_the_same_gradients(name: str) -> None:
     """With gradient checkpointing, whose layers run again in the backward: the encoder's output is cut once."""
     found = []
     for checkpointing in (False, True):
         model = take_head_positions(build(name)).train()
-        if checkpointing and not model.supports_gradient_checkpointing:
-            pytest.skip(f"{name} has none")
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(0)

@@ -17,7 +17,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
-    Qwen3Config,
 )
 
 from ds_trainer.recipe.task_specs import LmSpec
@@ -246,9 +245,7 @@ _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "attn_pdro
 _ROPE = SMALL | {"num_hidden_layers": 2, "max_position_embeddings": 128, "num_key_value_heads": 1}
 APART = {
     "gpt2": GPT2Config(**_GPT2, embd_pdrop=0.0),
-    "llama": LlamaConfig(**_ROPE),
     "mistral": MistralConfig(**_ROPE, sliding_window=8),
-    "qwen3": Qwen3Config(**_ROPE, head_dim=16),
 }
 TOGETHER = {"bloom": BloomConfig(hidden_size=32, n_layer=1, n_head=2), "bert": BertConfig(**SMALL, is_decoder=True)}
 CONVERSATIONS = [

@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from support.squad_tasks import TOKENIZERS, gpt2_tokenizer, hard_questions, word_pieces
+from support.squad_tasks import TOKENIZERS, hard_questions, word_pieces
 
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import SquadSpec
@@ -207,21 +207,6 @@ def test_a_class_token_at_the_end_is_found() -> None:
             assert window.columns["input_ids"][window.positions.null] == tokenizer.cls_token_id
             assert window.positions.null == len(window.columns["input_ids"]) - 1
             assert window.columns["token_type_ids"][-1] == 2
-
-
-def test_without_a_class_token_an_end_of_text_says_that_there_is_no_answer() -> None:
-    """GPT-2's rows get one behind the context, where a causal model has seen it all, and which is no answer itself."""
-    tokenizer = gpt2_tokenizer()
-    for _, found in rows_of(tokenizer, SHORT, hard_questions(3, 10)):
-        for window in found:
-            ids, places = window.columns["input_ids"], window.positions
-            assert places.null == len(ids) - 1 == places.last + 1
-            assert ids[-1] == tokenizer.eos_token_id
-            assert window.columns["char_end"][-1] == -1
-            assert {len(column) for column in window.columns.values()} == {len(ids)}
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"no token for .no answer.: give it a cls_token or an eos_token"):
-        list(rows_of(tokenizer, SHORT, hard_questions(3, 1)))
 
 
 def test_accents_that_the_tokenizer_drops_belong_to_their_letter() -> None:
