@@ -82,17 +82,6 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
     return Calibration(inputs, attended, answers, divergence, loss, distributed.device())
 
 
-def calibration_sizes(task: Task, count: int, seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return (rows, padded length) of the batches that all ranks run, and of those that a divergence is measured on."""
-    multiple, lengths = task.spec.pad_to_multiple_of, task.examples("train").lengths
-
-    def size(ids: ExampleIds) -> tuple[int, int]:
-        return len(ids), -(-int(lengths[ids].max()) // multiple) * multiple
-
-    batches, probes = _drawn(task, count, seed)
-    return list(map(size, batches)), list(map(size, probes))
-
-
 def finite(sums: Tensor, of: str) -> Tensor:
     """Return sums of all ranks over the calibration examples. UserError where they are not finite."""
     if not sums.isfinite().all():

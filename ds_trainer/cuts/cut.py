@@ -1,41 +1,34 @@
-"""Cut a trained model as a spec says, fitted to training examples of a task; outline the cut, and estimate its costs.
+"""Cut a trained model as a spec says, fitted to training examples of a task; or outline the cut.
 
-The outline is a model of about the shape that the cut gives, made without calibration examples. The costs follow from
-the shapes of a model, whose weights are not read.
+The outline is a model of about the shape that the cut gives, made without calibration examples.
 """
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_trainer.cuts.allocation import MEASURED, allocate, check_budget, prices_of
+from ds_trainer.cuts.allocation import allocate, check_budget, prices_of
 from ds_trainer.cuts.blocks import cut_blocks, cut_places, uniform_counts
-from ds_trainer.cuts.calibration import Calibration, calibration_of, calibration_sizes, check_sound, check_tokens
-from ds_trainer.cuts.sizes import cut_sizes, outline_of_sizes, planned_sizes, sizes_now
-from ds_trainer.cuts.surgeon import CutRecord, removal
+from ds_trainer.cuts.calibration import Calibration, calibration_of, check_sound, check_tokens
+from ds_trainer.cuts.sizes import cut_sizes, outline_of_sizes
+from ds_trainer.cuts.surgeon import CutRecord
 from ds_trainer.cuts.vocabulary import cut_vocabulary_for
 from ds_trainer.cuts.weights import cut_linears, cut_weights
 from ds_trainer.files.writing import write_json
-from ds_trainer.models.costs import encoder_flops, layer_flops
 from ds_trainer.models.folders import save_folder
-from ds_trainer.models.layers import SIZES_OF, in_features, layers_of, out_features, rows_of
-from ds_trainer.models.pretrained import dtype_of, meta_model
+from ds_trainer.models.layers import in_features, rows_of
+from ds_trainer.models.pretrained import dtype_of
 from ds_trainer.models.shrink import shrink
-from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.ranks.machine import seconds
 from ds_trainer.recipe.cut_specs import STRUCTURED, CutSpec
 from ds_trainer.tasks.task import Task
 
 CUT_FILE = "cut.json"
 """The report of a cut, beside the model that it made."""
-_PRODUCT, _REMOVED = 1024, 384
-"""The size of the matrices by whose product a device is measured, and how many inputs are removed to measure that."""
 
 
 @dataclass(frozen=True)
@@ -160,69 +153,9 @@ def outline(model: Any, spec: CutSpec) -> Any:
     return shrink(model)
 
 
-def expected_costs(task: Task, source: str | Path, spec: CutSpec, seed: int) -> dict[str, Any]:
-    """Return what the cut of a folder or hub name will cost, without its weights; empty where no blocks are cut."""
-    if not spec.cuts_blocks:
-        return {}
-    batches, probes = calibration_sizes(task, spec.calibration_examples, seed)
-    return cut_costs(meta_model(source, task.head), spec, batches, probes, distributed.device())
-
-
-def cut_costs(
-    model: Any,
-    spec: CutSpec,
-    batches: Sequence[tuple[int, int]],
-    probes: Sequence[tuple[int, int]],
-    device: torch.device,
-) -> dict[str, Any]:
-    """Return the peak `bytes` of a cut by arithmetic, and `estimated_seconds`, as JSON values.
-
-    The model may be on the meta device. The seconds count the operations as if every block were cut. Each layer runs
-    over the calibration examples, in batches of (rows, length), once for each of its blocks, and once more for the
-    layer after it. A choice over all layers does so twice, and runs the whole model on a few examples (`probes`) for
-    each size that it tries. The runs by which a cut to sizes of the whole model chooses layers and channels are left
-    out. How fast the device is at products and removals is measured. The seconds may be wrong by a factor of two.
-    """
-    layers, places = list(layers_of(model).values()), list(cut_places(model, spec).values())
-    sweeps, tried = (1, 0) if spec.uniform or spec.sizes else (2, 1 + len(MEASURED) * len(places))
-    if spec.sizes:
-        now, sizes = sizes_now(model), planned_sizes(model, spec)
-        smaller = {unit for unit in SIZES_OF.values() if getattr(sizes, unit) < getattr(now, unit)}
-        places = [place for place in places if SIZES_OF[place.block.kind] in smaller]
-    shapes = [(in_features(place.outer), out_features(place.outer)) for place in places]
-    run = [*layers, *(place.layer for place in places)]
-    passes = sum(rows * layer_flops(layer, length) for layer in run for rows, length in batches)
-    padded = sum(rows * length for rows, length in batches)
-    grams = sum(2 * padded * width**2 for width, _ in shapes)
-    probed = sum(rows * encoder_flops(model, length) for rows, length in probes)
-    matrix = torch.rand(_PRODUCT, _PRODUCT, device=device)
-    product = min(seconds(lambda: matrix @ matrix, device) for _ in range(3)) / (2 * _PRODUCT**3)
-    estimated = (sweeps * (passes + grams) + tried * probed) * product / distributed.world_size()
-    if places and spec.method == "obs":  # all blocks are cut on the first rank
-        inputs, out = min(_REMOVED, shapes[0][0]), shapes[0][1]
-        weight, moments = torch.rand(out, inputs, device=device), torch.eye(inputs, device=device)
-        removed = seconds(lambda: removal(weight, moments, 1), device) / _removal_operations(inputs, out)
-        estimated += removed * sweeps * sum(_removal_operations(*shape) for shape in shapes)
-    held = {
-        "model": 4 * sum(parameter.numel() for parameter in model.parameters()),
-        "largest_layer": 4 * max(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
-        # the surgeon holds six matrices of this size, in fp64
-        "gram_matrices": 6 * 8 * max((width for width, _ in shapes), default=0) ** 2,
-        # those that a layer gets, and those that it gives
-        "hidden_states": 2 * 4 * padded * model.config.hidden_size // distributed.world_size(),
-        "weights_tried": 4 * len(MEASURED) * sum(width * out for width, out in shapes) if tried else 0,
-    }
-    return {"bytes": held | {"total": sum(held.values())}, "estimated_seconds": round(estimated, 1)}
-
-
 def _finished(model: Any, task: Task, source: str | Path, spec: CutSpec) -> tuple[Any, Any]:
     """Return the model in the precision of its source, and the tokenizer; the vocabulary is cut if the spec says so."""
     model.to(dtype_of(source))
     if spec.vocabulary is None:
         return model, task.tokenizer
     return cut_vocabulary_for(spec.vocabulary, task.spec, model, task.tokenizer)
-
-
-def _removal_operations(width: int, out: int) -> int:
-    """Count the inversion and the removals of all inputs of a layer (out, width)."""
-    return 8 * width**3 // 3 + 2 * width**2 * out

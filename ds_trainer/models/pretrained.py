@@ -180,13 +180,6 @@ def load_with_head(source: str | Path, kind: HeadKind) -> Any:
     return model
 
 
-def meta_model(source: str | Path, kind: HeadKind) -> Any:
-    """Build the model of a folder or hub name on the meta device, in a moment: it has shapes and no weights."""
-    config = load_config(source, kind)
-    with as_user_error(f"the config of {source} makes no model"), torch.device("meta"):
-        return (_shrunk_class(config, kind) or kind.classes(config)[0])(config)
-
-
 def load_trained(source: str | Path, kinds: Sequence[HeadKind] = TRAINED) -> Any:
     """Load the model of a folder or hub name with the head that it was trained with, in fp32, on the CPU."""
     config = _load_any_config(source)

@@ -208,7 +208,7 @@ def _rehearsed(phase: Mapping[str, Any]) -> dict[str, str]:
     names = {"peak": "MiB", "peak_of_the_gpu": "MiB of the GPU", "peak_of_the_host": "MiB of the host"}
     held = phase.get("memory_per_rank", {})
     row |= {column: f"{held[peak] / 2**20:,.0f}" for peak, column in names.items() if peak in held}
-    minutes = (phase.get("cut", {}).get("estimated_seconds", 0) + phase.get("time", {}).get("seconds", 0)) / 60
+    minutes = phase.get("time", {}).get("seconds", 0) / 60
     return row | {"minutes": f"{minutes:,.1f}" if minutes >= 0.1 else "<0.1"}
 
 
@@ -218,5 +218,5 @@ def _notes(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for name, time in ((phase["phase"], phase["time"]) for phase in phases if "time" in phase):
         taken = f"{time['batches']} micro-batches, {time['examples']} of the {time['micro_batch']} examples of each"
         yield f"{name} is measured by forwards and backwards of {taken}, on {time['device']}."
-    yield "On top come the optimizer's steps, evaluations, saves, and what is computed once before the first step."
+    yield "On top come the optimizer's steps, evaluations, saves, and what comes before the first step, such as a cut."
     yield "--dry_run json prints all of it: both files as resolved, parameter groups, memory by part."

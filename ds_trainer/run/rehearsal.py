@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_trainer.cuts.cut import expected_costs
 from ds_trainer.engine.engine import check_with_deepspeed
 from ds_trainer.engine.engine_file import MICRO, STEPS
 from ds_trainer.engine.keys import flag_at, precision_of, value_at
@@ -96,9 +95,6 @@ def _rehearsed(
         ],
         "frozen_parameters": sum(p.numel() for p in prepared.model.parameters() if not p.requires_grad),
     }
-    if job.dry_run and phase.cut:
-        source = models.resolved(phase, phase.start_from)
-        description["cut"] = expected_costs(task, source, phase.cut, job.recipe.seed)
     if job.dry_run and phase.trains:
         with begun(plan, prepared) as sizes:
             description["time"] = measure_time(plan, prepared)

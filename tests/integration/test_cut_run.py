@@ -100,14 +100,3 @@ def test_a_cut_goes_on_from_the_cut_before_and_training_keeps_its_zeros(done, re
     assert len(parts) == count
     assert sum(part["kept"] for part in parts) == pytest.approx(0.3 * sum(part["count"] for part in parts), rel=0.01)
     assert all(part["error"] > 0 for part in parts)
-
-
-def test_a_dry_run_says_what_the_cuts_cost(recipe) -> None:
-    """Bytes and an estimate of seconds of the cuts of heads and neurons; the second cut is of the first's model."""
-    phases = json.loads(trained(recipe, "--dry_run", "json").stdout)["phases"]
-    costs = {phase["phase"]: phase["cut"] for phase in phases if phase.get("cut")}
-    assert list(costs) == ["half", "neurons"]
-    for cost in costs.values():
-        assert cost.keys() == {"bytes", "estimated_seconds"}
-        assert cost["bytes"]["total"] > cost["bytes"]["model"] > 0
-    assert costs["neurons"]["bytes"]["model"] < costs["half"]["bytes"]["model"]
