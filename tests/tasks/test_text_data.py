@@ -19,7 +19,6 @@ from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs
 from ds_trainer.tasks.text.text_data import GLUE, is_regression, records
 
-REAL = Path(__file__).parents[3] / "shared" / "data"
 EXPECTED = {
     "cola": (("The more we study verbs, the crazier they get.",), "acceptable", "unacceptable", 1),
     "sst2": (('a "bonus ',), "positive", "negative", 2),
@@ -102,7 +101,6 @@ READABLE = {
     "csv": ("a.csv", '\ufefftext,label,other\n"one, ""two""\nthree",yes,1\nfour,no,2\n', 4),
     "tsv": ("a.tsv", '\ufefftext\tlabel\none, "two"\u2028three\tyes\nfour\tno\n', 3),
     "jsonl": ("a.jsonl", '\n{"text": "one, \\"two\\"\\nthree", "label": "yes"}\n{"label": "no", "text": "four"}\n', 3),
-    "blank lines first": ("a.tsv", '\n\r\ntext\tlabel\none, "two" three\tyes\r\nfour\tno\n', 5),
     "carriage returns": ("a.csv", 'text,label\r"one, ""two"" three",yes\rfour,no\r', 3),
     "a header over two lines": ("a.csv", 'text,"a\nb",label\n"one, ""two"" three",1,yes\nfour,2,no\n', 4),
     "a column twice that is not read": ("a.csv", 'text,label,b,b\n"one, ""two"" three",yes,1,2\nfour,no,1,2\n', 3),
@@ -146,7 +144,6 @@ BROKEN = {
     "half a character": ("a.jsonl", b'{"text": "a\\ud800 b", "label": 1}\n', r"a\.jsonl, line 1: not JSON: .* at col"),
     "column twice": ("a.csv", b"text,label,text\na,1,b\n", r"a\.csv, line 1: more than one column 'text': rename"),
     "no object": ("a.jsonl", b'["a", 1]\n', r"a\.jsonl, line 1: a list where a JSON object"),
-    "no array": ("a.json", b'{"data": 7}', r"a\.json: a whole number where an array of records is expected"),
     "few fields": ("a.tsv", b"text\tlabel\na\t1\nb\n", r"a\.tsv, line 3: 1 fields where 2 are expected"),
     "open quote": ("a.csv", b'text,label\n"a,1\nb,1\n', r"a\.csv, line 2: not CSV"),
     "whose quotes": (
@@ -185,16 +182,12 @@ def test_one_error_lists_the_first_mistakes_of_the_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["six", "nan", "5.1"])
-def test_a_score_that_glue_does_not_know_is_refused(value: str, tmp_path: Path) -> None:
-    """STS-B's are from 0 to 5."""
+def test_a_score_that_is_no_number_in_its_range_is_refused(value: str, tmp_path: Path) -> None:
+    """STS-B's are from 0 to 5; those of a user's regression are any finite ones."""
     (tmp_path / "train.tsv").write_text("".join(OFFICIAL["stsb"]).replace("3.800", value), encoding="utf-8")
     with pytest.raises(ValueError, match=r"line 3: 'score' is .* a number from 0 to 5"):
         read(TextSpec(name="stsb", data_dir=str(tmp_path)))
-
-
-@pytest.mark.parametrize("value", ["Infinity", "true", '"high"'])
-def test_a_score_that_is_no_finite_number_is_refused(value: str, tmp_path: Path) -> None:
-    """With its line; any finite one is taken."""
+    value = {"six": "true", "nan": "Infinity"}.get(value, '"high"')
     (tmp_path / "a.jsonl").write_text(f'{{"text": "a", "label": -7e3}}\n{{"text": "a", "label": {value}}}\n')
     with pytest.raises(ValueError, match=r"line 2: 'label' is .* a finite number"):
         read(text_spec(tmp_path, "a.jsonl", regression=True))
@@ -306,12 +299,3 @@ def test_docstrings_are_real_distinct_and_do_not_leak(monkeypatch: pytest.Monkey
         assert max(counts.values()) <= CLASS_CAP
         assert len({row.label for row in rows[:50]}) >= len(packages) - 1, "shuffled"
     assert len(training_texts(TextSpec(name="docstrings"))) == len(splits["train"])
-
-
-@pytest.mark.real
-@pytest.mark.skipif(not REAL.is_dir(), reason="no ../shared/data")
-def test_the_real_files_are_read_whole() -> None:
-    """GLUE as it ships has the published numbers of examples."""
-    for name, *counts in (("sst2", 67_349, 872), ("cola", 8_551, 1_043), ("rte", 2_490, 277)):
-        spec = TextSpec(name=name, data_dir=str(REAL))
-        assert [len(read(spec, split)) for split in ("train", "validation")] == counts
