@@ -95,7 +95,7 @@ TOGETHER = {
     "prune": "topK|global|threshold|sigmoied|magnitude|l0|static|hybrid.*|mixed|block",
     "distill": "distill|layers|partitioned|whole|filled",
     "exits": "exits-.*|heads",
-    "prune + distill": "both|",
+    "prune + distill": "both|plain",
     "prune + distill + exits": "all",
 }
 """Techniques, alone and together, and what the tests of ZeRO call them."""

@@ -119,7 +119,7 @@ ONLY_WHOLE = cases_of(
 FEW, OFTEN = 4, 3
 """Their steps, and how often they save."""
 
-BEST = {"best-apart-zero3-fp32": (2, True), "kept-zero1-bf16": (3, False)}
+BEST = {"best-apart-zero2-fp32": (2, True), "kept-zero1-bf16": (3, False)}
 """`save_steps`, and whether the best checkpoint is what is exported; without, it is only kept, beside one other."""
 OFTEN_STOPPED = list(CASES) if exhaustive() else ["hybrid-zero3-fp32"]
 BEST_STOPS = [3 + 1, 2 + 3 + 1, 2 + 3 + 1, 2 + 1]
