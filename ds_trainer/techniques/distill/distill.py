@@ -72,9 +72,6 @@ class Distill(Technique):
         if self.task.over_vocabulary and self._teacher_ids is None and student.vocab_size != teacher.vocab_size:
             # one tokenizer, and a head is padded: both have its tokens, whose numbers are the same
             self._teacher_ids = torch.arange(max(self.task.tokenizer.get_vocab().values()) + 1)
-        logits = teacher.vocab_size if self._teacher_ids is None else len(self._teacher_ids)
-        if 0 < logits <= self.spec.top_k:
-            raise UserError(f"cache_teacher: top_k {self.spec.top_k} is not below the {logits} tokens of the teacher")
         for index, (who, config) in enumerate((("student", student), ("teacher", teacher))):
             layer, depth = max(pair[index] for pair in self.spec.layer_pairs), config.num_hidden_layers
             if layer > depth:

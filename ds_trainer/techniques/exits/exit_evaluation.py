@@ -258,13 +258,7 @@ def all_heads(model: EarlyExitModel, task: Task, split: str, batch_size: int, pa
 
 def _between(values: Tensor) -> Tensor:
     """Return k + 1 thresholds for k ascending values: at most the first, one between any two, one above the last."""
-    if not len(values):
-        return values.new_zeros(1)
-    negative = bool(values[0] < 0)  # these are negative confidences: at least -1 and below 0
-    start = values[:1].clamp(max=-1.0 if negative else 0.0)
-    middle = values[:-1] + (values[1:] - values[:-1]) / 2  # in the precision in which they are compared
-    # where no number lies between two neighbouring floats the upper one serves, since a value is not below itself
-    middle = torch.where(middle > values[:-1], middle, values[1:])
-    above = values[-1:].nextafter(values.new_tensor(math.inf))
-    end = torch.zeros_like(above) if negative else (values[-1:] * 1.01).maximum(above)
-    return torch.cat([start, middle, end])
+    negative = bool((values < 0).any())  # these are negative confidences: at least -1 and below 0
+    start = values.new_full((1,), -1.0 if negative else 0.0)
+    end = values[-1:] * (0.0 if negative else 1.01) + (0.0 if negative else 1e-9)  # none where there is no value
+    return torch.cat([start, values[:-1] + values.diff() / 2, end])
