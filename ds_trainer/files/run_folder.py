@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
@@ -68,23 +68,6 @@ def check_output_folder(
     if not resume:
         return [f"the output folder {folder} is not empty: give another, or --overwrite_output_dir, or --resume"]
     return [] if (folder / RUN_LIST).is_file() else [f"--resume: {folder} holds no run of this program"]
-
-
-@contextlib.contextmanager
-def kept_from_runs(folder: Path) -> Iterator[None]:
-    """Keep runs from writing to the folder inside the context. Raises UserError where a run is writing to it.
-
-    Any number of readers share the lock. Where there is no lock file, or the file system has no locks, they read
-    without it: a command that reads needs no right to write.
-    """
-    with contextlib.ExitStack() as until_read:
-        with contextlib.suppress(FileNotFoundError, PermissionError):
-            if not _taken(until_read.enter_context((folder / _LOCK).open()), fcntl.LOCK_SH):
-                raise UserError(
-                    f"a run is writing to {folder}, and may delete a checkpoint that is read: wait until the run ends, "
-                    f"or stop it"
-                )
-        yield
 
 
 def is_own_card(path: Path) -> bool:
@@ -195,10 +178,10 @@ def placed_engine_file(config: Mapping[str, Any], output: Path) -> dict[str, Any
     return placed
 
 
-def _taken(file: IO[str], how: int = fcntl.LOCK_EX) -> bool:
+def _taken(file: IO[str]) -> bool:
     """Try to lock the file; a file system without locks counts as unlocked."""
     try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return not isinstance(error, BlockingIOError)
     return True

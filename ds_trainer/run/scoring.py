@@ -21,7 +21,7 @@ from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.engine.saved_states import weights_of
 from ds_trainer.files.checkpoint_files import DamagedCheckpointError, damage_of
 from ds_trainer.files.messages import aligned
-from ds_trainer.files.run_folder import RunFolder, kept_from_runs
+from ds_trainer.files.run_folder import RunFolder
 from ds_trainer.files.writing import write_artifacts, write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -98,9 +98,8 @@ def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
         if job.predictions_dir:
             write_json(job.predictions_dir / "checkpoints.json", value)
         else:
-            with kept_from_runs(newest.run):
-                relative = newest.path.parent.relative_to(newest.run)
-                RunFolder(newest.run).write_json(str(relative / "checkpoints.json"), value)
+            relative = newest.path.parent.relative_to(newest.run)
+            RunFolder(newest.run).write_json(str(relative / "checkpoints.json"), value)
     return {row["step"]: row["scores"] for row in rows}
 
 
@@ -151,33 +150,31 @@ def model_of(saved: SavedCheckpoint, cache_dir: str | None) -> Iterator[tuple[Pa
 def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Path) -> dict[str, Any]:
     """Write the model folder that the run would have exported at the checkpoint's step; return the export's report.
 
-    Raises UserError where the checkpoint is damaged, a run is writing beside it, or the model that its phase started
-    from is missing.
+    Raises UserError where the checkpoint is damaged, or the model that its phase started from is missing.
     """
     phase, state = saved.phase, saved.position
     step, total, identity = state["step"], state["total"], state["identity"]
-    with kept_from_runs(saved.run):
-        if damage := damage_of(saved.path, saved.sums):
-            raise DamagedCheckpointError(f"{saved.path} is damaged ({damage}): use another checkpoint")
-        source, techniques = _start_and_techniques(saved)
-        task = build_task(saved.task, source, cache_dir)
-        length = PhaseLength(total, steps_of(phase.warmup_steps or 0, total), identity["the seed"])
-        built = PhaseModel(phase, techniques, task, source, length)
-        weights = weights_of(saved.path, getattr(torch, DTYPES[identity["the precision"]]))
+    if damage := damage_of(saved.path, saved.sums):
+        raise DamagedCheckpointError(f"{saved.path} is damaged ({damage}): use another checkpoint")
+    source, techniques = _start_and_techniques(saved)
+    task = build_task(saved.task, source, cache_dir)
+    length = PhaseLength(total, steps_of(phase.warmup_steps or 0, total), identity["the seed"])
+    built = PhaseModel(phase, techniques, task, source, length)
+    weights = weights_of(saved.path, getattr(torch, DTYPES[identity["the precision"]]))
 
-        def rebuild() -> tuple[nn.Module, list[Technique]]:
-            """Rebuild the model of the phase, whose names and shapes the weights of the checkpoint must have."""
-            model, attached = built.rebuild(state["techniques"])
-            try:
-                model.load_state_dict(weights)
-            except RuntimeError as error:
-                raise UserError(
-                    f"the weights of {saved.path} do not go into the model that {source} gives for the task "
-                    f"{task.spec.name}: the phase started from another model, or the task is another one ({error})"
-                ) from error
-            return model, attached
+    def rebuild() -> tuple[nn.Module, list[Technique]]:
+        """Rebuild the model of the phase, whose names and shapes the weights of the checkpoint must have."""
+        model, attached = built.rebuild(state["techniques"])
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise UserError(
+                f"the weights of {saved.path} do not go into the model that {source} gives for the task "
+                f"{task.spec.name}: the phase started from another model, or the task is another one ({error})"
+            ) from error
+        return model, attached
 
-        results = export_state_dict(weights, rebuild, task, step, folder, phase.shrink)
+    results = export_state_dict(weights, rebuild, task, step, folder, phase.shrink)
     for technique in build_techniques(techniques, length, task):
         technique.after_export(folder, phase.per_device_eval_batch_size)
     return results
