@@ -111,10 +111,6 @@ class Parser(argparse.ArgumentParser):
         add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
         add("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # many scripts of its users have it
 
-    def add_push_flag(self) -> None:
-        help = "send the model folder to this repository of the Hugging Face hub, which is made unless it exists"
-        self.add_argument("--push_to_hub", metavar="NAME", help=help)
-
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.format_usage().strip()}")
 

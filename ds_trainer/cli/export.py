@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,10 @@ def export_command(arguments: Sequence[str]) -> None:
 
 def export(job: jobs.ExportJob) -> dict[str, Any]:
     """Export a model folder, which is made first where the job names a checkpoint; return the report."""
-    from ds_trainer.deploy.card import open_repository, push_to_hub
+    from ds_trainer.deploy.card import push_to_hub
     from ds_trainer.deploy.export_folder import export_folder
 
     report: dict[str, Any] = {}
-    repository = open_repository(job.push_to_hub) if job.push_to_hub else ""
     with trusting(job.trust), contextlib.ExitStack() as until_written:
         if job.checkpoint:
             from ds_trainer.run.scoring import model_of
@@ -54,8 +52,8 @@ def export(job: jobs.ExportJob) -> dict[str, Any]:
             job = job.model_copy(update={"model": folder})
         if job.onnx or job.writes_folder:
             report = export_folder(job)
-        if repository:
-            push_to_hub(job.output, repository)
+        if job.push_to_hub:
+            push_to_hub(job.output, job.push_to_hub)
     return report
 
 
@@ -96,7 +94,7 @@ def export_parser() -> Parser:
     add("--quantize", choices=(jobs.INT8,), help=f"with --onnx: also write {jobs.INT8_FILE}")
     add("--compact", choices=("fp16",), help=f"write {COMPACT_FILE} in the place of the weights")
     add("--unpack", action="store_true", help="write the ordinary folder of a compact one")
-    parser.add_push_flag()
+    add("--push_to_hub", metavar="NAME", help="send the model folder to this repository of the Hugging Face hub")
     return parser
 
 
@@ -121,7 +119,7 @@ def _read_cut(text: Any) -> CutSpec:
 
 def _flag_mistakes(flags: argparse.Namespace, writes: list[str], of_checkpoint: bool) -> Iterator[str]:
     """Report the flags that do not go together, or with this model; `writes` are those that ask for files."""
-    if not (writes or of_checkpoint or flags.push_to_hub):
+    if not (writes or of_checkpoint or (flags.push_to_hub and not flags.output_dir)):
         yield "nothing to do: give --shrink, --cut, --onnx, --compact, --unpack or --push_to_hub"
     if flags.unpack and (writes != ["unpack"] or names_task(flags) or of_checkpoint):
         yield "--unpack goes with --output_dir alone, and with a compact folder: export it by a second command"
@@ -140,24 +138,17 @@ def _flag_mistakes(flags: argparse.Namespace, writes: list[str], of_checkpoint: 
 
 def _output_mistakes(flags: argparse.Namespace, writes: list[str], of_checkpoint: bool) -> Iterator[str]:
     """Say why the output cannot be written where the flags want it."""
-    output = flags.output_dir or Path(flags.model)
-    is_itself, adds_onnx = os.path.realpath(output) == os.path.realpath(flags.model), writes == ["onnx"]
     if not (writes or of_checkpoint):
-        if flags.output_dir:
-            yield "--output_dir: --push_to_hub alone sends the folder as it is, and writes nothing: drop it"
-    elif is_itself and (of_checkpoint or not adds_onnx):
+        return  # the folder is sent to the hub as it is
+    output = flags.output_dir or Path(flags.model)
+    is_itself = os.path.realpath(output) == os.path.realpath(flags.model)
+    if is_itself and (of_checkpoint or writes != ["onnx"]):
         yield f"{flags.model} is what is exported, and stays as it is: give --output_dir with another folder"
     elif unfit := check_output_folder(output, overwrite=True):
         yield from (f"--output_dir: {mistake}" for mistake in unfit)
-    elif output.is_dir():
+    elif output.is_dir() and not flags.overwrite:
         names = sorted(path.name for path in output.iterdir() if not is_aside(path))
-        has_weights = any(fnmatchcase(name, pattern) for name in names for pattern in jobs.WEIGHTS[:-1])
-        replaced = [name for name in names if not adds_onnx or name in (jobs.ONNX_FILE, jobs.INT8_FILE)]
-        if not adds_onnx and names and "config.json" not in names:
-            yield f"--output_dir: {output} holds something else than a model: give another"
-        elif adds_onnx and not is_itself and (has_weights or ("config.json" in names and jobs.ONNX_FILE not in names)):
-            yield f"--output_dir: {output} holds another model than the .onnx file would: give another"
-        elif replaced and not flags.overwrite:
+        if replaced := [name for name in names if not is_itself or name in (jobs.ONNX_FILE, jobs.INT8_FILE)]:
             yield f"--output_dir: {output} has {listed(replaced, 3)} already: give another, or --overwrite"
 
 
@@ -181,7 +172,7 @@ def read_benchmark_job(arguments: Sequence[str]) -> jobs.BenchmarkJob:
     elif jobs.OF_THE_TASK in flags.lengths:
         mistakes.append(f"--lengths {jobs.OF_THE_TASK}: {NO_TASK}")
     values = {
-        "folders": dict(zip(flags.names or labels(flags.folders), flags.folders, strict=False)),
+        "folders": dict(zip(flags.names or map(str, flags.folders), flags.folders, strict=False)),
         "backends": jobs.BACKENDS if "all" in flags.backends else flags.backends,
         "lengths": flags.lengths or [jobs.OF_THE_TASK if task else 128],
     }
@@ -208,22 +199,12 @@ def benchmark_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def labels(folders: Sequence[Path]) -> list[str]:
-    """Label folders by as few of the last parts of their paths as tell them apart; a repeated folder has its number."""
-    paths = [folder.absolute() for folder in folders]
-    for count in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-count:]) for path in paths]
-        if len(set(names)) == len(set(paths)):
-            break
-    times = [names[: index + 1].count(name) for index, name in enumerate(names)]
-    return [name if time == 1 else f"{name} ({time})" for name, time in zip(names, times, strict=True)]
-
-
 def _benchmark_mistakes(flags: argparse.Namespace) -> Iterator[str]:
     """Report the flags that do not fit each other, this machine or this installation."""
     cores = len(os.sched_getaffinity(0))
-    if flags.names and not len(flags.folders) == len(flags.names) == len(set(flags.names)):
-        yield f"--names is {', '.join(flags.names)}: give each of the {len(flags.folders)} folders a name of its own"
+    names = flags.names or [str(folder) for folder in flags.folders]
+    if not len(flags.folders) == len(names) == len(set(names)):
+        yield f"the names are {', '.join(names)}: give each of the {len(flags.folders)} folders its own by --names"
     if max(flags.threads) > cores:
         yield f"--threads is {max(flags.threads)}: this process may use {cores} cores: give {cores} at most"
     yield from one_process_mistakes("a benchmark is measured")

@@ -23,13 +23,8 @@ def main(name: str) -> None:
     """Run the command `name` of `ds_trainer.cli` with the arguments of this process, and end with its exit code."""
     missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if missing:
-        root = Path(__file__).resolve().parents[2]
-        way = f"source {root}/.venv/bin/activate"
-        if not (root / "launch").exists():  # installed without the checkout
-            way = f"{sys.executable} -m pip install {' '.join(missing)}"
-        elif not (root / ".venv").exists():
-            way = f"cd {root} && source launch/setup.sh"
-        print(f"error: {sys.executable} has no {', '.join(missing)}: run `{way}` first", file=sys.stderr)
+        way_out = "activate the environment that ds_trainer is installed in (README.md says how to make one)"
+        print(f"error: {sys.executable} has no {', '.join(missing)}: {way_out}", file=sys.stderr)
         sys.exit(2)
     from ds_trainer.ranks.distributed import leave, limit_spinning
 

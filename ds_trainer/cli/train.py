@@ -55,13 +55,12 @@ def train(job: TrainJob) -> dict[str, Any]:
             if distributed.is_main():
                 print(table, flush=True)
             return {}
-        from ds_trainer.deploy.card import open_repository, push_to_hub
+        from ds_trainer.deploy.card import push_to_hub
         from ds_trainer.run.run import run
 
-        repository = open_repository(job.push_to_hub) if job.push_to_hub and distributed.is_main() else ""
         results = run(job)
-        if repository:
-            push_to_hub(job.output / "model", repository)
+        if job.push_to_hub and distributed.is_main():
+            push_to_hub(job.output / "model", job.push_to_hub)
         return results
 
 
@@ -118,7 +117,7 @@ def train_parser() -> Parser:
     add("--dry_run", nargs="?", const="table", choices=("table", "json"), help=dry)
     add("--world", type=int, metavar="N", help="with --dry_run: as if on N ranks")
     add("--recipe_schema", action="store_true", help="print the recipe's JSON schema")
-    parser.add_push_flag()
+    add("--push_to_hub", metavar="NAME", help="send the run's model to this repository of the Hugging Face hub")
     parser.add_common_flags("any field of either file, phases by name, e.g. phases.prune.max_steps=100")
     return parser
 

@@ -83,24 +83,16 @@ def write_export_card(job: ExportJob, report: Mapping[str, Any]) -> None:
     _write(job.output, source, job.task, made or scores.get("model", {}), sections)
 
 
-def open_repository(name: str) -> str:
-    """Return the whole name of a repository of the hub, which is made unless it exists; UserError where that fails.
+def push_to_hub(folder: Path, name: str) -> None:
+    """Send a model folder to a repository of the hub, in the place of its model; UserError where that fails.
 
-    The account is that of the token that `huggingface_hub` finds: of `hf auth login`, or in HF_TOKEN.
+    The repository is made unless it exists. The reports of cuts and exports stay here: they name folders of this
+    machine.
     """
-    with as_user_error(f"--push_to_hub {name}: there is no such repository that can be written to"):
-        return HfApi().create_repo(name, exist_ok=True).repo_id
-
-
-def push_to_hub(folder: Path, repository: str) -> None:
-    """Send a model folder to the hub, in the place of the model that the repository holds; UserError where that fails.
-
-    The reports of cuts and exports stay here: they name the folders of this machine.
-    """
-    kept, replaced = [".*", EXPORT_REPORT, CUT_FILE], list(REPLACED)
-    with as_user_error(f"--push_to_hub {repository}: {folder} is whole here, and was not sent"):
+    with as_user_error(f"--push_to_hub {name}: {folder} is whole here, and was not sent"):
+        kept, replaced = [".*", EXPORT_REPORT, CUT_FILE], list(REPLACED)
+        repository = HfApi().create_repo(name, exist_ok=True).repo_id
         HfApi().upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=kept, delete_patterns=replaced)
-    distributed.info(f"{folder} was sent to {repository}")
 
 
 def _origin(recipe: Recipe, phase: Phase) -> str | None:

@@ -1,4 +1,4 @@
-"""The benchmark's command: its labels, and its mistakes, before torch is loaded."""
+"""The benchmark's command: its mistakes, before torch is loaded."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from pathlib import Path
 import pytest
 from support import exported_models
 
-from ds_trainer.cli.export import labels, read_benchmark_job
+from ds_trainer.cli.export import read_benchmark_job
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exported_models.save("cls", tmp_path_factory.mktemp("plain") / "model")
-
-
-def test_labels_tell_folders_apart() -> None:
-    """By the last parts of their paths that differ; the same folder again by its number."""
-    assert labels([Path("/x/dense"), Path("/y/pruned")]) == ["dense", "pruned"]
-    assert labels([Path("/r/a/model"), Path("/r/b/model")]) == ["a/model", "b/model"]
-    assert labels([Path("/r/model"), Path("/r/model"), Path("/r/a/model")]) == ["r/model", "r/model (2)", "a/model"]
 
 
 @pytest.mark.parametrize(
@@ -30,8 +23,8 @@ def test_labels_tell_folders_apart() -> None:
         (["--batch_sizes", "1.5"], '--batch_sizes is "1.5": it must be a valid integer'),
         (["--threads", "1000000"], "--threads is 1000000: this process may use"),
         (["--seconds", "nan"], '--seconds is "nan": it must be'),
-        (["--names", "a", "b"], "--names is a, b: give each of the 1 folders a name of its own"),
-        (["same", "--names", "a", "a"], "--names is a, a: give each of the 2 folders"),
+        (["--names", "a", "b"], "the names are a, b: give each of the 1 folders its own by --names"),
+        (["x", "x"], ", x, x: give each of the 3 folders its own"),
         (["gone"], "the model folder gone does not exist"),
         (["--output_dir", f"{__file__}/out"], "test_benchmark_command.py is a file"),
         (["--data_dir", "gone"], "no task: give --task_name"),

@@ -53,7 +53,7 @@ def test_the_names_are_ours(log):
         (lambda out: evaluate(out, recipe=RECIPE, max_seq_lenght=3), ['did you mean "max_seq_length"?']),
         (lambda out: cut(out, out, 0.5), ["cut fits the model to", "stays as it is: give output_dir with another"]),
         (lambda out: cut(out, out / "x", [0.5], recipe=Recipe.model_validate(RECIPE)), ["a cut in steps with train"]),
-        (lambda out: shrink(out / "m", out), ["output_dir: ", "holds something else than a model: give another"]),
+        (lambda out: shrink(out / "m", out), ["output_dir: ", "already: give another, or overwrite=True"]),
     ],
 )
 def test_errors_name_arguments_and_not_flags(log, monkeypatch, tmp_path, call, messages):

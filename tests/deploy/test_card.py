@@ -14,7 +14,7 @@ from support.launching import ROOT
 
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.export import export_command, read_export_job
-from ds_trainer.cli.train import read_train_job, train, train_command
+from ds_trainer.cli.train import read_train_job, train
 from ds_trainer.deploy.card import write_cards, write_export_card
 from ds_trainer.files.run_folder import CARD, RunFolder
 from ds_trainer.ranks import distributed
@@ -69,72 +69,28 @@ def test_a_card_of_the_user_stays(run, tmp_path):
     assert list(run.rglob(CARD)) == [mine]
 
 
-@pytest.fixture
-def hub(monkeypatch) -> dict[str, bytes]:
-    """The files of the only repository, `me/small`, of a hub that takes no others."""
-    files: dict[str, bytes] = {}
+def test_a_folder_is_sent_to_the_hub_when_asked(run, tmp_path, monkeypatch, capsys):
+    """A model as it is, one that is exported first, and that of a run; what fails there names the folder here."""
+    sent: list[tuple[str, Path]] = []
 
-    def create_repo(_, name: str, exist_ok: bool) -> RepoUrl:
-        if not name.startswith("me/"):
-            raise OSError("403 Forbidden")
-        return RepoUrl(f"https://huggingface.co/{name}")
-
-    def upload_folder(
-        _, repo_id: str, folder_path: Path, ignore_patterns: list[str], delete_patterns: list[str]
-    ) -> None:
+    def upload_folder(_, repo_id: str, folder_path: Path, ignore_patterns: list[str], delete_patterns: list[str]):
         if repo_id != "me/small":
             raise OSError("403 Forbidden")
-        for name in filter_repo_objects([*files], allow_patterns=delete_patterns):
-            del files[name]
-        for name in filter_repo_objects([path.name for path in folder_path.iterdir()], ignore_patterns=ignore_patterns):
-            files[name] = (folder_path / name).read_bytes()
+        assert [*filter_repo_objects(["a.md", "export.json", "cut.json"], ignore_patterns=ignore_patterns)] == ["a.md"]
+        assert [*filter_repo_objects(["a.md", "model.onnx"], allow_patterns=delete_patterns)] == ["model.onnx"]
+        sent.append((repo_id, folder_path))
 
-    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "create_repo", lambda _, name, exist_ok: RepoUrl(f"https://huggingface.co/me/{name}"))
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
-    return files
-
-
-def test_a_folder_is_sent_to_the_hub_when_asked(run, hub, tmp_path, capsys, monkeypatch):
-    """A model as it is, one that is exported first, and that of a run, each in the place of the one before.
-
-    What names the folders of this machine stays here, and the user's own files there.
-    """
-
-    def files_of(folder: Path) -> dict[str, bytes]:
-        reports = ("export.json", "cut.json")
-        return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in reports} | kept
-
-    write(run, "google/bert_uncased")
-    folder, out, kept = run / "prune" / "model", tmp_path / "out", {"mine.txt": b"mine"}
-    (folder / "cut.json").write_text("{}")
-    assert run_command(export_command, [str(folder), "--compact", "fp16", "--output_dir", str(out)]) == 0
-    assert hub == {}
-    hub |= kept
-    for sent, more in ((folder, []), (out, ["--compact", "fp16", "--output_dir", str(out), "--overwrite"])):
-        assert run_command(export_command, [str(folder), *more, "--push_to_hub", "me/small"]) == 0
-        assert hub == files_of(sent)
-        assert ModelCard(hub[CARD].decode()).data.base_model == "google/bert_uncased"
     monkeypatch.setattr("ds_trainer.run.run.run", lambda job: {})
-    train(read_train_job(training(run, "me/small")))
-    assert hub == files_of(run / "model")
-    assert (run / "model" / "exits.json").exists()
-    assert run_command(export_command, [str(folder), "--push_to_hub", "me/full"]) == 2
-    assert f"--push_to_hub me/full: {folder} is whole here, and was not sent: " in capsys.readouterr().err
-
-
-def training(output: Path, repository: str) -> list[str]:
-    files = ["--deepspeed_config", "zero0", "--recipe", "quickstart", "--output_dir", str(output)]
-    return [*files, "--overwrite_output_dir", "--push_to_hub", repository]
-
-
-def test_what_the_hub_refuses_is_refused_before_any_work(run, hub, tmp_path, capsys, monkeypatch):
-    """A repository that the account cannot write to."""
-    monkeypatch.setattr("ds_trainer.run.run.run", lambda job: pytest.fail("it trained"))
-    export = [str(run / "model"), "--compact", "fp16", "--output_dir", str(tmp_path / "out")]
-    for command, words in ((export_command, [*export, "--push_to_hub"]), (train_command, training(run, "")[:-1])):
-        assert run_command(command, [*words, "other/small"]) == 2
-        assert "--push_to_hub other/small: there is no such repository that can be" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    folder, out = run / "prune" / "model", tmp_path / "out"
+    for words in (["--compact", "fp16", "--output_dir", str(out)], []):
+        assert run_command(export_command, [str(folder), *words, "--push_to_hub", "small"]) == 0
+    files = ["--deepspeed_config", "zero0", "--recipe", "quickstart", "--output_dir", str(run)]
+    train(read_train_job([*files, "--overwrite_output_dir", "--push_to_hub", "small"]))
+    assert sent == [("me/small", each) for each in (out, folder, run / "model")]
+    assert run_command(export_command, [str(folder), "--push_to_hub", "full"]) == 2
+    assert f"--push_to_hub full: {folder} is whole here, and was not sent: " in capsys.readouterr().err
 
 
 def test_a_card_names_the_model_that_a_phase_goes_back_to(run):
