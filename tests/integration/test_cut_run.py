@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 from safetensors.torch import load_file
-from support.launching import read, run_deepspeed
+from support.launching import Done, read, train
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +34,9 @@ def recipe(tagged_recipe, tmp_path_factory) -> Path:
     return folder / "recipe.json"
 
 
-def trained(recipe: Path, *more: str) -> CompletedProcess[str]:
-    words = ["launch/train.py", "--deepspeed_config", "ds_configs/zero3.json", "--recipe", str(recipe)]
-    done = run_deepspeed(2, *words, "--output_dir", str(recipe.parent / "out"), *more)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done
-
-
 @pytest.fixture(scope="module")
-def done(recipe) -> CompletedProcess[str]:
-    return trained(recipe)
+def done(recipe) -> Done:
+    return train(2, recipe, recipe.parent / "out")
 
 
 def densities(folder: Path) -> list[float]:
