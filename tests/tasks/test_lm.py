@@ -1,4 +1,4 @@
-"""Language modelling from documents to a score: sequences, batches, losses, answers, and models that are refused."""
+"""Language modelling from documents to a score: files, sequences, conversations, packed rows, batches and models."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.lm_files import LINES, SMALL, decoder_folder
+from support.lm_files import CHATML, LINES, SMALL, chat, decoder_folder, lm_task
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     BertConfig,
+    BloomConfig,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     RobertaConfig,
     ViTConfig,
 )
@@ -27,7 +29,308 @@ from transformers import (
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.recipe.task_specs import LmSpec
+from ds_trainer.tasks.data import Examples
 from ds_trainer.tasks.lm.lm_task import LmAnswer, LmTask
+from ds_trainer.tasks.lm.lm_text import records
+from ds_trainer.tasks.lm.sequences import best_fit, packed
+from ds_trainer.tasks.registry import check_data_files, training_texts
+
+
+def spec_of(folder: Path, train: str = "train.txt", **fields: Any) -> LmSpec:
+    return LmSpec(**{"name": "mlm", "data_dir": str(folder), "train_file": train, "validation_file": train} | fields)
+
+
+def write(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content, encoding="utf-8", newline="")
+
+
+def read(spec: LmSpec, split: str = "train") -> list[str]:
+    return [row.value for row in records(spec, split).rows()]
+
+
+def test_a_line_a_file_or_a_record_is_a_document(tmp_path: Path) -> None:
+    """Lines end at a newline, with or without a carriage return, and at nothing else; blank ones are no documents."""
+    write(tmp_path, "train.txt", "one\u0085more\r\n\n  \n two \nthree")
+    assert read(spec_of(tmp_path)) == training_texts(spec_of(tmp_path)) == ["one\u0085more", " two ", "three"]
+    assert read(spec_of(tmp_path, line_by_line=False)) == ["one\u0085more\r\n\n  \n two \nthree"]
+    rows = [{"body": "a\nb", "text": "no"}, {"body": " "}, {"body": None}, {"body": "c"}]
+    write(tmp_path, "train.jsonl", "\n".join(map(json.dumps, rows)))
+    assert read(spec_of(tmp_path, "train.jsonl", text_column="body")) == ["a\nb", "c"]
+    write(tmp_path, "train.csv", 'body,text\n"a\nb",no\n,no\nc,no\n')
+    assert read(spec_of(tmp_path, "train.csv", text_column="body")) == ["a\nb", "c"]
+
+
+def test_a_file_may_give_nothing_where_another_gives_a_text(tmp_path: Path) -> None:
+    """The summary says what was left out; a mistake names its file; where none gives a text, it is an error."""
+    write(tmp_path, "a.txt", "")
+    write(tmp_path, "b.jsonl", '{"text": ""}\n')
+    spec = spec_of(tmp_path, "?.*")
+    with pytest.raises(ValueError, match=r"a\.txt and 1 more files has no examples: 1 left out, whose 'text' is empty"):
+        read(spec)
+    write(tmp_path, "c.txt", "one\n\n \ntwo\n\n\n")
+    assert check_data_files(spec) == []
+    source = records(spec, "train")
+    assert [row.value for row in source.rows()] == ["one", "two"]
+    assert source.summary() == "2 documents kept; 5 left out, whose 'text' is empty (lines 1, 2, 3, ...)"
+    write(tmp_path, "b.jsonl", '{"text": 5}\n')
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 1: 'text' is a whole number, and must be text"):
+        read(spec)
+
+
+def test_a_pattern_reads_its_files_by_name(tmp_path: Path) -> None:
+    """Brackets in data_dir's own name are no pattern; an absolute pattern works too."""
+    folder, plain = tmp_path / "data [v1]", tmp_path / "plain"
+    for each in (folder, plain):
+        each.mkdir()
+    for name in "bac":
+        write(folder, f"part-{name}.txt", f"{name}\n{name}{name}\n")
+    assert read(spec_of(folder, "part-*.txt")) == ["a", "aa", "b", "bb", "c", "cc"]
+    assert read(spec_of(folder, "part-[ab].txt", line_by_line=False)) == ["a\naa\n", "b\nbb\n"]
+    write(plain, "part-1.txt", "x")
+    assert read(spec_of(folder, str(plain / "part-*.txt"))) == ["x"]
+    write(folder, "odd[1].txt", "its name is no pattern")
+    assert read(spec_of(folder, "odd[1].txt")) == ["its name is no pattern"]
+
+
+def test_missing_files_and_wrong_settings_are_listed_before_anything_is_loaded(tmp_path: Path) -> None:
+    """For both splits at once; the tokens of the training file are counted before "mlm" can mask any split."""
+    nowhere = tmp_path / "nowhere"
+    assert f"data_dir {nowhere} does not exist" in check_data_files(spec_of(nowhere))[0]
+    write(tmp_path, "dev.txt", "text\n")
+    spec = spec_of(tmp_path, validation_file="dev.txt")
+    [message] = check_data_files(spec, ["validation"])
+    assert message == f"there is no file for the train split; looked for {tmp_path / 'train.txt'}"
+    causal = spec.model_copy(update={"name": "clm"})
+    assert check_data_files(causal, ["validation"]) == []
+    for fields, words in (
+        ({"train_file": None}, 'the task "clm" has no file for the train split: set train_file'),
+        ({"dataset": "wikitext"}, "dataset (wikitext) and files (train.txt) are both set"),
+        ({"validation_file": None}, "needs train_file and validation_file, or dataset"),
+    ):
+        assert words in check_data_files(causal.model_copy(update=fields))[0]
+
+
+def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    """Moving the folder does not change it; nor can text move between files unseen."""
+    hashes = []
+    for folder, a, b in (("one", "a", "b"), ("moved", "a", "b"), ("edited", "cb", "b"), ("shifted", "c", "bb")):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, "a.txt", a)
+        write(tmp_path / folder, "b.txt", b)
+        hashes.append(records(spec_of(tmp_path / folder, "?.txt"), "train").fingerprint())
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3
+
+
+# Conversations
+
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<end>{% endgeneration %}{% else %}{{ m.content }}<end>{% endif %}"
+    "{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""CHATML, which says itself what the assistant writes."""
+LAST = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content | upper }}")
+"""It writes what the assistant says in another way where others follow, as Qwen3's does."""
+THINKING = CHATML.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}<think>")
+"""Its prompt begins an answer with what it does not keep."""
+TWO_TURNS = chat("why is it wet?", "it rains.", "and the cat?", "sat on the mat", system="be brief")
+
+
+@pytest.fixture
+def talk(tmp_path: Path) -> Any:
+    def talk(conversations: list[Any], template: str | None = CHATML, **fields: Any) -> Any:
+        llama = fields.pop("llama", False)
+        config: Any = LlamaConfig(**SMALL) if llama else GPT2Config(n_embd=32, n_layer=1, n_head=2)
+        return lm_task(tmp_path, decoder_folder(tmp_path / "model", config, template), conversations, **fields)
+
+    return talk
+
+
+def learned(task: Any) -> list[str]:
+    """What is labelled in each example, as text; each label is the token behind its place."""
+    examples, found = task.examples("train"), []
+    for index in range(len(examples)):
+        batch = task.collate(examples, [index])
+        ids = batch.inputs["input_ids"][0]
+        assert ids[batch.inputs["head_positions"] + 1].tolist() == batch.labels.tolist()
+        assert len(batch.labels) == task.counts(examples, [index])["label"]
+        found.append(task.tokenizer.decode(batch.labels))
+    return found
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("packing", [False, True])
+def test_only_what_the_assistant_writes_is_learned(template: str, packing: bool, talk: Any) -> None:
+    """All its turns, each to the token that ends it, whether the template marks them or not."""
+    task = talk([TWO_TURNS], template, packing=packing)
+    assert learned(task) == ["it rains.<end>sat on the mat<end>"]
+    text = task.tokenizer.decode(task.examples("train").row(0)["input_ids"])
+    assert text.startswith("<|system|>be brief<end>\n<|user|>why is it wet?<end>\n<|assistant|>it rains.<end>\n")
+    # a greeting answers nothing, and padding, which is the end of text here, takes no label away
+    greeting = {"role": "assistant", "content": "good morning"}
+    task = talk([TWO_TURNS, [greeting, *chat("is it wet?", "yes")]], template)
+    assert task.pad_token_id == task.tokenizer.eos_token_id
+    labels = task.collate(task.examples("train"), [0, 1]).labels
+    first = "good morning<end>" if template == MARKED else ""
+    assert task.tokenizer.decode(labels) == f"it rains.<end>sat on the mat<end>{first}yes<end>"
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_template_alone_writes_the_beginning_of_a_text(begins: bool, talk: Any) -> None:
+    """Llama's tokenizer puts one before each document; before a conversation it is there once, or not at all."""
+    template = ("{{ bos_token }}" if begins else "") + CHATML
+    for conversations, count in (([TWO_TURNS], int(begins)), (["it is wet", "it is dry"], 1)):
+        task = talk(conversations, template, llama=True)
+        examples = task.examples("train")
+        rows = [examples.row(index)["input_ids"].tolist() for index in range(len(examples))]
+        assert [row.count(task.tokenizer.bos_token_id) for row in rows] == [count] * len(rows)
+        assert all(row[0] == task.tokenizer.bos_token_id for row in rows if count)
+
+
+def test_long_conversations_are_cut_and_those_without_a_label_go(talk: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """With counts of both; `max_seq_length` falls into the second turn, or before the first one."""
+    caplog.set_level("INFO", logger="ds_trainer")
+    task = talk([TWO_TURNS])
+    (whole,), room = learned(task), int(task.examples("train").lengths[0]) - 4
+    long = chat("the cat sat on the mat and the dog lay by the door of the old house " * 3, "ok")
+    task = talk([TWO_TURNS, long, chat("a question that nobody answers")], max_seq_length=room)
+    (found,) = learned(task)
+    assert whole.startswith(found)
+    assert len("it rains.<end>") < len(found) < len(whole)
+    assert f"3 conversations (2 cut at max_seq_length) give 1 examples of {room} tokens; 0 parts" in caplog.text
+    assert "and 2 without a turn of the assistant are dropped" in caplog.text
+    with pytest.raises(ValueError, match="see whether a role is called assistant"):
+        talk([long], max_seq_length=room).examples("train")
+
+
+REFUSED = [
+    ([TWO_TURNS], None, "has no chat template, which messages_column needs"),
+    ([TWO_TURNS], LAST, r"chat\.jsonl, line 1: the chat template writes message 3 in another way where others follow"),
+    ([TWO_TURNS], THINKING, r"writes message 3 in another way behind the prompt for an answer, .* mark the turns"),
+    ([chat("a"), TWO_TURNS], "{{ raise_exception('no system') }}", r"line 1: the chat template refuses .* no system"),
+    ([[{"role": "user"}]], CHATML, r'line 1: message 1 must have a "role" and a "content"'),
+    ([chat("a"), []], CHATML, r"line 2: 'messages' is a list, and must be a list of messages"),
+]
+
+
+@pytest.mark.parametrize(("conversations", "template", "message"), REFUSED)
+def test_what_cannot_be_learned_from_is_refused(
+    conversations: list[Any], template: str | None, message: str, talk: Any
+) -> None:
+    """With its place and the way out; an unstable template is taken where the assistant speaks last."""
+    with pytest.raises(ValueError, match=message):
+        talk(conversations, template).examples("train")
+    if template == LAST:
+        assert learned(talk([TWO_TURNS[1:3]], template)) == ["it rains.<end>"]
+
+
+def test_files_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    """Their first conversation; a tokenizer's texts have the roles."""
+    spec = LmSpec(name="clm", data_dir=str(tmp_path), messages_column="messages", train_file="a.jsonl")
+    for file in ("a.txt", "a.jsonl"):
+        (tmp_path / file).write_text(json.dumps({"messages": "hello"}))
+        (mistake,) = check_data_files(spec.model_copy(update={"validation_file": file}), ["validation"])
+        assert "line 1: 'messages' is text, and must be a list of messages" in mistake
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat("hello", "you")}))
+    assert training_texts(spec) == ["user\nhello\nassistant\nyou"]
+
+
+# Packing
+
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+_ROPE = SMALL | {"num_hidden_layers": 2, "max_position_embeddings": 128, "num_key_value_heads": 1}
+APART = {
+    "gpt2": GPT2Config(**_GPT2, embd_pdrop=0.0),
+    "mistral": MistralConfig(**_ROPE, sliding_window=8),
+}
+TOGETHER = {"bloom": BloomConfig(hidden_size=32, n_layer=1, n_head=2), "bert": BertConfig(**SMALL, is_decoder=True)}
+CONVERSATIONS = [
+    chat("why is it wet?", "it rains in the hills.", "and the cat?", "by the door"),
+    chat("no", "why"),
+    chat("the old house", "by the river and the wide valley, where a bird is"),
+]
+
+
+@pytest.mark.parametrize(("lengths", "rows"), [([5, 3, 2, 6, 4], 3), ([8, 8], 2), ([1] * 9, 2), ([7, 7, 2], 3)])
+def test_documents_are_dealt_out_whole(lengths: list[int], rows: int) -> None:
+    """Each is in one row, none of which has more than 8; and a document goes where it leaves the least space."""
+    dealt = best_fit(np.array(lengths), 8)
+    assert sorted(index for row in dealt for index in row) == list(range(len(lengths)))
+    assert max(sum(lengths[i] for i in row) for row in dealt) <= 8
+    assert len(dealt) == rows
+
+
+def test_rows_are_mixed() -> None:
+    """Of documents as long as sentences a row's are from the whole file."""
+    lengths = np.random.default_rng(1).geometric(1 / 30, 3000).clip(2, 128)
+    several = [row for row in best_fit(lengths, 128) if len(row) > 3]
+    assert np.mean([abs(np.mean(row) - 1500) > 1400 for row in several]) < 0.02
+
+
+def test_a_row_says_where_its_documents_begin() -> None:
+    """By position ids, and labels that leave out the first token of each, and those that were left out before."""
+    tokens = {"input_ids": np.array([5, 6, 7, 8, 9], np.int32), "labelled": np.array([0, 1, 0, 1, 1], np.uint8)}
+    row = packed(Examples(np.array([0, 3, 5]), tokens), 6).row(0)
+    assert {name: values.tolist() for name, values in row.items()} == {
+        "input_ids": [5, 6, 7, 8, 9],
+        "position_ids": [0, 1, 2, 0, 1],
+        "labelled": [0, 1, 0, 0, 1],
+    }
+
+
+def totals(task: Any, model: Any, size: int) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, int]]:
+    """The score, the gradient of the summed loss and the counts of all examples, in batches of a size."""
+    examples, answers = task.examples("validation"), {}
+    model.zero_grad()
+    for ids in np.array_split(np.arange(len(examples)), -(-len(examples) // size)):
+        batch = task.collate(examples, ids)
+        out = model(**batch.inputs)
+        answers |= task.answers(out, batch)
+        (task.loss(out, batch) * task.counts(examples, ids)["label"]).backward()
+        assert len(batch.labels) == task.counts(examples, ids)["label"]
+        assert batch.mask.sum() == task.counts(examples, ids)["token"]
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return task.score("validation", answers), gradients, task.counts(examples, np.arange(len(examples)))
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("documents", [LINES, CONVERSATIONS], ids=["lines", "chat"])
+def test_the_loss_is_that_of_the_documents_alone(name: str, documents: list[Any], tmp_path: Path) -> None:
+    """So are score and gradients, to 1e-5 of the largest, and the counts of labels and tokens; padding is small."""
+    source = decoder_folder(tmp_path / "model", APART[name], CHATML)
+    one, two = (lm_task(tmp_path, source, documents, max_seq_length=128, packing=p) for p in (False, True))
+    model = two.build_model(source).eval()
+    (score, gradients, counts), (other, others, same) = totals(one, model, 2), totals(two, model, 2)
+    assert len(two.examples("train")) < len(one.examples("train"))
+    batch = two.collate(two.examples("train"), [0])
+    # with a mask a teacher would not see where documents begin; what reads the mask still has it
+    assert set(two.inputs_for(model, batch)) == {"input_ids", "position_ids", "head_positions"}
+    assert batch.mask.shape == batch.inputs["input_ids"].shape
+    # a limit counts documents: packed or not, the same ones are used
+    limited = (lm_task(tmp_path, source, documents, max_train_samples=2, packing=p) for p in (False, True))
+    few, packed_few = (np.sort(task.examples("train").tokens["input_ids"]) for task in limited)
+    assert np.array_equal(few, packed_few)
+    assert other == pytest.approx(score, rel=1e-5)
+    assert [same[unit] for unit in ("label", "token")] == [counts[unit] for unit in ("label", "token")]
+    for key, value in gradients.items():
+        torch.testing.assert_close(others[key], value, rtol=0, atol=1e-5 * float(value.abs().max()), msg=key)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_model_whose_documents_see_each_other_is_refused(name: str, tmp_path: Path) -> None:
+    """By its architecture's name; without packing it is taken."""
+    source = decoder_folder(tmp_path / "model", TOGETHER[name])
+    one, two = (lm_task(tmp_path, source, LINES, max_seq_length=32, packing=p) for p in (False, True))
+    one.build_model(source)
+    with pytest.raises(
+        ValueError, match=f"is a {name} model, which gives a document other logits in a row with others"
+    ):
+        two.build_model(source)
+
+
+# Batches, losses and scores
 
 KINDS = ("bert", "gpt2", "llama")
 
