@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +23,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "numpy")
 
 
 def facts(request: dict) -> dict:
-    """Return versions, tools and addresses of this host, and whether it sees the file `token` of another host."""
+    """Return versions and addresses of this host, and whether it sees the file `token` of another host."""
     # from the metadata, because a broken package cannot be imported; the first of two of a name is the one in use
     installed = {package.metadata["Name"]: package.version for package in reversed([*metadata.distributions()])}
     digest, top = hashlib.sha256(), os.path.join(request["project"], "ds_trainer")
@@ -33,20 +32,14 @@ def facts(request: dict) -> dict:
             with open(path, "rb") as file:
                 digest.update(os.path.relpath(path, top).encode() + b"\0" + file.read() + b"\0")
     versions = {"python": platform.python_version(), **{name: installed.get(name) for name in PACKAGES}}
-    name, own_address, addresses = socket.gethostname(), "", []
-    with contextlib.suppress(OSError):  # gloo listens at the IPv4 address of the host's own name
-        own_address = socket.gethostbyname(name)
+    addresses = []
     # DeepSpeed makes the ranks meet at the first address that `hostname -I` prints on the first host
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         found = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=10, check=True)
         addresses = found.stdout.split()
     return {
         "versions": {**versions, top: digest.hexdigest()[:12] if os.path.isdir(top) else None},
-        "tools": {tool: shutil.which(tool) for tool in ("ninja", "c++")},
-        "name": name,
-        "own_address": own_address,
         "addresses": addresses,
-        "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
         "sees_output": sees_token(*request["token"]) if request.get("token") else True,
     }
 

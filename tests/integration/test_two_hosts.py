@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -110,13 +111,8 @@ class TwoHosts:
             f"Host *\n IdentityFile {keys}/id\n UserKnownHostsFile {keys}/known_hosts\n StrictHostKeyChecking yes\n"
         )
         (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")  # there is no DNS
-        self.name(host, ADDRESSES[host])
-
-    def name(self, host: int, mine: str) -> None:
-        """Write a host's /etc/hosts, with this address of its own: Debian has 127.0.1.1."""
-        names = {**ADDRESSES, host: mine}
-        lines = ["127.0.0.1 localhost", *(f"{address} host{number}" for number, address in names.items())]
-        (self.scratch / f"host{host}/hosts").write_text("\n".join(lines) + "\n")  # in place: it is mounted
+        lines = ["127.0.0.1 localhost", *(f"{address} host{number}" for number, address in ADDRESSES.items())]
+        (folder / "hosts").write_text("\n".join(lines) + "\n")
 
     def _start(self, host: int) -> None:
         init = [sys.executable, "-S", "-c", INIT, f"host{host}", str(self.scratch / f"host{host}")]
@@ -219,13 +215,13 @@ def test_two_hosts_train_as_two_ranks_on_one_do(one_host, words, hosts, tmp_path
     assert session["hosts"] == {name: {machine.device_name(): 1} for name in ("host1", "host2")}
 
 
-def examine(hosts: TwoHosts, *arguments: str) -> dict[tuple[str, str], dict]:
-    """The doctor's rows by check and host, asked on host 1."""
-    command = [sys.executable, "launch/doctor.py", "--hostfile", str(hosts.hostfile), "--json", *arguments]
+def examine(hosts: TwoHosts, *arguments: str) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Result, what was found and cure by check and host, of a doctor on host 1."""
+    command = [sys.executable, "launch/doctor.py", "--hostfile", str(hosts.hostfile), *arguments]
     done = hosts.run(1, *command)
-    rows = json.loads(done.stdout)
-    assert done.returncode == any(row["result"] == "FAILED" for row in rows), done.stdout + done.stderr
-    return {(row["check"], row["host"]): row for row in rows}
+    _, *rows = (re.split(r" {2,}", line) for line in done.stdout.splitlines())
+    assert done.returncode == any(result == "FAILED" for _, _, result, *_ in rows), done.stdout + done.stderr
+    return {(check, host): (result, *texts) for check, host, result, *texts in rows}
 
 
 def test_the_doctor_reports_every_fault_of_a_host(hosts, tmp_path):
@@ -234,35 +230,28 @@ def test_the_doctor_reports_every_fault_of_a_host(hosts, tmp_path):
     fake.mkdir()
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.0.1\n")
     real = next(f.locate().parent for f in metadata.files("numpy") if f.name == "METADATA")
-    hidden = [path for path in ("/usr/bin/c++", "/usr/local/bin/c++") if Path(path).exists()]
     mounts = [["--bind", str(fake), str(real)], ["-t", "tmpfs", "tmpfs", str(tmp_path)]]
-    mounts += [["--bind", "/dev/null", path] for path in hidden]
     for words in mounts:
         assert hosts.run(2, "mount", *words).returncode == 0
-    hosts.name(2, "127.0.1.1")
     listen = "import socket, time; s = socket.create_server(('', 29500)); print('up', flush=True); time.sleep(600)"
     listener = hosts.start(1, sys.executable, "-c", listen)
     assert listener.stdout.readline() == "up\n"
     rows = examine(hosts, "--output_dir", str(tmp_path / "out"))
     listener.kill()
     listener.communicate()
-    hosts.name(2, ADDRESSES[2])
     for words in mounts:
         assert hosts.run(2, "umount", words[-1]).returncode == 0
     expected = {
         ("versions", "host2"): (f"numpy 1.0.1, here {metadata.version('numpy')}", "install the same"),
-        ("own name", "host2"): ("host2 is 127.0.1.1", "GLOO_SOCKET_IFNAME=INTERFACE"),
-        ("build tools", "host2"): ("no c++", "apt install g++"),
         ("output folder", "host2"): ("is another folder", "NFS"),
         ("master port", "host1"): ("Address already in use", "--master_port"),
     }
     for key, (found, cure) in expected.items():
-        assert found in rows[key]["found"]
-        assert cure in rows[key]["cure"]
-    assert {key for key, row in rows.items() if row["result"] == "FAILED"} - {
-        ("master port", "host2")
-    } == expected.keys()
-    assert {row["result"] for row in examine(hosts, "--output_dir", str(tmp_path / "out")).values()} == {"ok"}
+        assert found in rows[key][1]
+        assert cure in rows[key][2]
+    failed = {key for key, (result, *_) in rows.items() if result == "FAILED"}
+    assert failed - {("master port", "host2")} == expected.keys()
+    assert {result for result, *_ in examine(hosts, "--output_dir", str(tmp_path / "out")).values()} == {"ok"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,7 +272,7 @@ def test_a_run_ends_when_a_host_goes_down_and_goes_on_elsewhere(hosts, words, on
     assert process.returncode != 0
     assert time.monotonic() - start < 90
     assert "host2" in (out + err).rpartition("error: ")[2]
-    assert examine(hosts, "--timeout", "6")["ssh", "host2"]["result"] == "FAILED"
+    assert examine(hosts, "--timeout", "6")["ssh", "host2"][0] == "FAILED"
     done = run_deepspeed(2, *words, str(output), "--resume")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert results(output) == results(one_host)
