@@ -64,7 +64,7 @@ def _text(text: str) -> str:
         is_named = name[2] != " " or name[1].startswith("-")  # two words, unless the first is a flag, are no assignment
         if name.start() < done or not (is_named and _is_secret(name[1])):
             continue  # a name inside of a hidden value is passed over
-        if value := _VALUE.match(text, name.end()):
+        if given := _VALUE.match(text, name.end()):
             parts += [text[done : name.end()], HIDDEN]
-            done = value.end()
+            done = given.end()
     return "".join([*parts, text[done:]])

@@ -20,11 +20,11 @@ def test_what_is_under_a_secret_key_is_hidden(key):
     assert value == before
 
 
-@pytest.mark.parametrize("key", PLAIN.split())
-def test_what_only_sounds_like_one_is_shown(key):
+def test_what_only_sounds_like_one_is_shown():
     """A tokenizer's words, and a throughput; also in a command."""
-    value = {key: "[PAD]", "n": {key: 3.5}, "command": f"train.py  --set task.{key}=x --{key} y"}
-    assert redacted(value) == value
+    for key in PLAIN.split():
+        value = {key: "[PAD]", "n": {key: 3.5}, "command": f"train.py  --set task.{key}=x --{key} y"}
+        assert redacted(value) == value
 
 
 @pytest.mark.parametrize(

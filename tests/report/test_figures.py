@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from support.report_runs import NAMES, parts, record, synthetic_exits, taught
 
 from ds_trainer.report import figures
-from ds_trainer.report.figures import new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,12 +139,3 @@ def test_names_are_drawn_as_they_are_written():
     assert len(figure.axes[1].get_legend().get_texts()) == 2
     long = [record(1, train__loss=1.0, **{f"train/lr/{'x' * 60}_{number}": 1e-4 for number in (1, 2)})]
     assert [label[-3:] for label in lines(figures.losses("a", long), 1)] == ["x_1", "x_2"]
-
-
-def test_files_have_the_requested_size(tmp_path):
-    """Whatever rounding Matplotlib does in inches; nothing else is left beside them."""
-    figure, _ = new_figure(333, 111, "")
-    for name in ("figure.png", "figure.svg"):
-        save(figure, tmp_path / name)
-    assert Image.open(tmp_path / "figure.png").size == (333, 111)
-    assert {path.name for path in tmp_path.iterdir()} == {"figure.png", "figure.svg"}
