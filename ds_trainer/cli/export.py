@@ -106,15 +106,11 @@ def _onnx_mistakes(flag: str) -> Iterator[str]:
 
 
 def _read_cut(text: Any) -> CutSpec:
-    """Read the value of --cut; a cut in steps is refused, since it is trained between them."""
     try:
         value = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         raise UserError(f"--cut {shown(text)}: give the share to keep, such as 0.5, or a phase's cut as JSON") from None
-    spec = parse_cut(value)
-    if isinstance(spec.keep, list):
-        raise UserError(f"--cut: keep is {spec.keep}, a cut in steps with training between: make it in a phase")
-    return spec
+    return parse_cut(value)
 
 
 def _flag_mistakes(flags: argparse.Namespace, writes: list[str], of_checkpoint: bool) -> Iterator[str]:

@@ -1,11 +1,10 @@
 """The cut of a phase: what a one-shot cut removes before training, by which method, and how much of it."""
 
-import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.fields import Count, Positive, Strict, only
@@ -24,13 +23,16 @@ def _are_tokens(keep: Any) -> bool:
     return not keep.isdigit() if isinstance(keep, str) else type(keep) is int and keep > 0
 
 
-def _are_shares(keep: Any) -> bool:
-    shares = keep if isinstance(keep, list) else [keep]
-    return keep is None or (shares != [] and all(type(share) in (int, float) and 0 < share < 1 for share in shares))
+def _one_share(keep: Any) -> Any:
+    if isinstance(keep, list):
+        raise UserError(
+            "a list was removed in 0.3: write a phase for each share, which is one of the heads and neurons that the "
+            "phase before has left"
+        )
+    return keep
 
 
 _TOKENS = only(_are_tokens, 'give "seen", a number of tokens without quotes, or the name of a file that lists them')
-_SHARES = only(_are_shares, "give a share between 0 and 1, such as 0.5, or a falling list, such as [0.7, 0.5]")
 
 
 class VocabularySpec(Strict):
@@ -64,9 +66,7 @@ class CutSpec(Strict):
     width: Size | None = Field(None, description="of the residual stream: share to keep, or size (arXiv 2407.14679)")
     heads: Size | None = Field(None, description="share of a layer's heads, or how many groups with one key and value")
     neurons: Size | None = Field(None, description="share of each layer's neurons to keep, or how many")
-    keep: Annotated[KeptShare | list[KeptShare] | None, _SHARES] = Field(
-        None, description="share to keep (2:4: 0.5); a list cuts in steps, and divides the phase's training among them"
-    )
+    keep: Annotated[KeptShare | None, BeforeValidator(_one_share)] = Field(None, description="share to keep (2:4: 0.5)")
     target_flops: KeptShare | None = Field(None, description="share of the encoder's FLOPs to keep; instead of keep")
     target_latency: KeptShare | None = Field(None, description="share of the encoder's measured seconds to keep")
     cost_tokens: Positive = Field(128, description="length in tokens of the example whose FLOPs or seconds are counted")
@@ -107,9 +107,7 @@ class CutSpec(Strict):
     @property
     def share(self) -> float:
         """The share to keep, of whatever the spec counts."""
-        share = getattr(self, self.targets[0])
-        assert isinstance(share, float), "the recipe makes one phase of each step"
-        return share
+        return float(getattr(self, self.targets[0]))
 
     @property
     def judges_answers(self) -> bool:
@@ -120,18 +118,6 @@ class CutSpec(Strict):
             return self.cuts_blocks and not self.uniform
         by_loss = not self.uniform and self.granularity != "2:4" and self.method != "magnitude"
         return by_loss or self.method == "fisher"
-
-    @property
-    def in_steps(self) -> "list[CutSpec]":
-        """Return a cut for each share of the list `keep`, to be made one after another, each from the trained last one.
-
-        Heads and neurons are cut out, so each later step's share is relative to what the step before has kept.
-        """
-        assert isinstance(self.keep, list), "a cut with one share has no steps"
-        before = [1.0, *self.keep[:-1]] if self.cuts_blocks else [1.0] * len(self.keep)
-        kept = [share / whole for share, whole in zip(self.keep, before, strict=True)]
-        first, *later = (self.model_copy(update={"keep": share}) for share in kept)
-        return [first, *(step.model_copy(update={"vocabulary": None}) for step in later)]
 
     @model_validator(mode="before")
     @classmethod
@@ -165,5 +151,3 @@ class CutSpec(Strict):
             yield f"min_heads is {self.min_heads}, and no heads are cut: drop it"
         if self.granularity == "2:4" and self.keep != 0.5:
             yield f"keep is {self.keep}, and 2:4 keeps half: leave it out or write 0.5"
-        if isinstance(self.keep, list) and any(b >= a for a, b in itertools.pairwise(self.keep)):
-            yield f"keep is {self.keep}: a cut in steps keeps less at each, such as [0.7, 0.5, 0.25]"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ds_trainer.files.messages import shown
 from ds_trainer.files.reading import read_json
@@ -206,12 +206,6 @@ class Recipe(Strict):
     tensorboard: bool = Field(True, description="write the records for TensorBoard too")
     report: bool = Field(True, description="at the end, measure the phases' models side by side and write report.md")
 
-    @field_validator("phases", mode="after")
-    @classmethod
-    def _cut_in_steps(cls, phases: list[Phase]) -> list[Phase]:
-        before = ["@model", *(f"@{phase.name}" for phase in phases)]
-        return [step for phase, previous in zip(phases, before, strict=False) for step in _in_steps(phase, previous)]
-
     def earlier(self, phase: Phase, reference: str) -> Phase | None:
         """Return the earlier phase that a reference of this one, such as "@previous", names; None if it names none."""
         before = list(itertools.takewhile(lambda other: other.name != phase.name, self.phases))
@@ -300,31 +294,6 @@ def task_of(phase: Phase, recipe: Recipe) -> TaskSpec:
         return task
     everywhere = not distill.restrict_ce_to_mask and bool({"logits", "mse"} & set(distill.terms))
     return task.model_copy(update={"head_positions": "all" if everywhere else "labels"})
-
-
-def _in_steps(phase: Phase, previous: str) -> list[Phase]:
-    """Return a phase for each share that the cut of a phase keeps, NAME_1, NAME_2 and so on, the last one being NAME.
-
-    They have equal parts of its training. `previous` is the reference that "@previous" stands for in the phase.
-    """
-    if phase.cut is None or not isinstance(phase.cut.keep, list):
-        return [phase]
-    cuts, techniques, max_steps = phase.cut.in_steps, phase.techniques, phase.max_steps
-    if max_steps and max_steps < len(cuts):
-        raise UserError(f'max_steps of phase "{phase.name}" is {max_steps}: its cut in {len(cuts)} steps needs as many')
-    named = techniques.models.items()
-    techniques = techniques.with_models({place: previous for place, model in named if model == "@previous"})
-    epochs = phase.num_train_epochs and phase.num_train_epochs / len(cuts)
-    names = [*(f"{phase.name}_{number}" for number in range(1, len(cuts))), phase.name]
-    phases: list[Phase] = []
-    for number, (name, cut) in enumerate(zip(names, cuts, strict=True), start=1):
-        update: dict[str, Any] = {"name": name, "cut": cut, "techniques": techniques, "num_train_epochs": epochs}
-        if max_steps:
-            update["max_steps"] = max_steps * number // len(cuts) - max_steps * (number - 1) // len(cuts)
-        if phases:
-            update["start_from"] = f"@{phases[-1].name}"
-        phases.append(phase.model_copy(update=update))
-    return phases
 
 
 def _parse(model: type[Parsed], data: dict[str, Any], file: str) -> Parsed:

@@ -281,7 +281,7 @@ def test_a_cut_is_scored_exported_and_as_precise_as_its_source(model, task, tmp_
         ("--cut 0.5 --output_dir NEW", "--cut fits the model to training examples"),
         ("--cut half --output_dir NEW TASK", "give the share to keep, such as 0.5"),
         ('--cut {"kep":0.5} --output_dir NEW TASK', 'did you mean "keep"'),
-        ("--cut [0.7,0.5] --output_dir NEW TASK", "a cut in steps with training between: make it in a phase"),
+        ("--cut [0.7,0.5] --output_dir NEW TASK", "a list was removed in 0.3: write a phase for each share"),
         ("--cut 0.5 --shrink --output_dir NEW TASK", "drop --shrink"),
     ],
 )

@@ -52,7 +52,7 @@ def test_the_names_are_ours(log):
         (lambda out: evaluate(out / "none"), ["no task: give task_name, or recipe with a task"]),
         (lambda out: evaluate(out, recipe=RECIPE, max_seq_lenght=3), ['did you mean "max_seq_length"?']),
         (lambda out: cut(out, out, 0.5), ["cut fits the model to", "stays as it is: give output_dir with another"]),
-        (lambda out: cut(out, out / "x", [0.5], recipe=Recipe.model_validate(RECIPE)), ["a cut in steps with train"]),
+        (lambda out: cut(out, out / "x", [0.5], recipe=Recipe.model_validate(RECIPE)), ["a phase for each share"]),
         (lambda out: shrink(out / "m", out), ["output_dir: ", "already: give another, or overwrite=True"]),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.cut_specs import CutSpec
-from ds_trainer.recipe.recipe import Recipe, parse_recipe, task_of
+from ds_trainer.recipe.recipe import parse_recipe, task_of
 
 
 def with_prune(**prune) -> dict:
@@ -121,44 +121,6 @@ def test_a_resolved_recipe_reads_back_as_itself():
     for data in (prune, distill, with_task(name="squad")):
         recipe = parse_recipe(data)
         assert parse_recipe(json.loads(json.dumps(recipe.model_dump()))) == recipe
-
-
-def in_steps(cut: dict, **more) -> Recipe:
-    """A dense phase, one that cuts in steps and learns from the phase before it, and one that refers to it."""
-    taught = {"distill": {"teacher": "@previous", "alpha_distil": 1}}
-    phases = [
-        {"name": "dense", "max_steps": 10},
-        {"name": "cut", "num_train_epochs": 3, "cut": cut, "techniques": taught} | more,
-        {"name": "last", "max_steps": 10, "start_from": "@cut"},
-    ]
-    return parse_recipe({"phases": phases})
-
-
-def test_a_cut_in_steps_is_a_phase_for_each():
-    """The phases start from each other, share the training, learn from the phase before all of them; the last has the
-    name."""
-    recipe = in_steps({"keep": [0.8, 0.4, 0.1], "vocabulary": {}})
-    steps = recipe.phases[1:4]
-    assert [phase.name for phase in recipe.phases] == ["dense", "cut_1", "cut_2", "cut", "last"]
-    assert [phase.start_from for phase in steps] == ["@previous", "@cut_1", "@cut_2"]
-    assert {phase.techniques.distill.teacher for phase in steps} == {"@dense"}
-    assert [phase.num_train_epochs for phase in steps] == [1, 1, 1]
-    assert [phase.cut.keep for phase in steps] == pytest.approx([0.8, 0.5, 0.25]), "a share of what is there"
-    assert [phase.cut.vocabulary is None for phase in steps] == [False, True, True]
-    assert parse_recipe(json.loads(recipe.model_dump_json())) == recipe
-
-
-def test_a_cut_in_steps_divides_optimizer_steps_and_keeps_a_teacher_by_name():
-    """11 steps are 5 and 6; weights that stay as zeros are kept by shares of all of them."""
-    taught = {"distill": {"teacher": "@model", "alpha_distil": 1}}
-    recipe = in_steps({"keep": [0.8, 0.4], "granularity": "weight"}, max_steps=11, techniques=taught)
-    assert [phase.max_steps for phase in recipe.phases[1:3]] == [5, 6]
-    assert [phase.cut.keep for phase in recipe.phases[1:3]] == [0.8, 0.4]
-    assert {phase.techniques.distill.teacher for phase in recipe.phases[1:3]} == {"@model"}
-    taught["distill"]["teacher"] = "@previous"  # without a phase before it, that is the recipe's model, in each step
-    recipe = parse_recipe({"phases": [{"max_steps": 4, "cut": {"keep": [0.5, 0.2]}, "techniques": taught}]})
-    named = [(phase.name, phase.techniques.distill.teacher) for phase in recipe.phases]
-    assert named == [("train_1", "@model"), ("train", "@model")]
 
 
 MLM = {"name": "mlm", "dataset": "x"}
