@@ -1,8 +1,8 @@
 """What decoders lose by cuts to half of their operations, and how much faster they read a prompt.
 
 `python benchmarks/decoder_cuts.py [OUTPUT_DIR] [DATA_DIR]`: a small Llama is trained from scratch on wikitext-2 (the
-docstrings of torch, where there is no DATA_DIR), then cut to half of its operations by layers (by loss, by cosine),
-width and neurons. A table has the perplexity of each, at once and after the same
+docstrings of torch, where there is no DATA_DIR), then cut to half of its operations by layers, width
+and neurons. A table has the perplexity of each, at once and after the same
 short training with the dense model as the teacher, and that of the dense model after this training. A second call with
 the same folder goes on where the first one stopped. The bars: a prompt of random tokens is read faster by at least 0.85
 of what the operations say, by decoders of half the layers, and of half the width, of random weights; two threads,
@@ -30,8 +30,7 @@ SHAPE |= {"head_dim": 32, "intermediate_size": 768}
 if is_quick():
     SHAPE |= {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 64}
 CUTS: dict[str, dict[str, Any]] = {
-    "layers by loss": {"layers": 0.5},
-    "layers by cosine": {"layers": 0.5, "layer_criterion": "cosine"},
+    "layers": {"layers": 0.5},
     "width": {"width": 0.5},
     "neurons": {"neurons": 0.38},
     "none": {},

@@ -60,7 +60,7 @@ def cut_sizes(model: Any, calibration: Calibration, spec: CutSpec) -> tuple[Any,
     now, sizes = sizes_now(model), planned_sizes(model, spec)
     layers, records = list(range(now.layers)), list[CutRecord]()
     if sizes.layers < now.layers:
-        layers = remaining_layers(model, sizes.layers, calibration, spec)
+        layers = remaining_layers(model, sizes.layers, calibration)
         model = with_layers("the model", model.cpu(), layers).eval()
     places = cut_places(model, spec)
     counts = {name: sizes.heads if place.block.kind == "attention" else sizes.neurons for name, place in places.items()}
@@ -266,24 +266,19 @@ def _heads_follow_width(model: Any) -> bool:
 
 
 @torch.no_grad()
-def remaining_layers(model: Any, count: int, calibration: Calibration, spec: CutSpec) -> list[int]:
+def remaining_layers(model: Any, count: int, calibration: Calibration) -> list[int]:
     """Return the numbers of the `count` layers that stay, rising; collective. The model is on the device afterwards.
 
-    Layers go one at a time: by loss, each time the one without which the answers diverge least from the dense model's;
-    by cosine, those that change their input least (ShortGPT, arXiv 2403.03853). Layers stay without which the family's
-    class cannot be built, such as ModernBERT's first.
+    Layers go one at a time, each time the one without which the answers diverge least from the dense model's. Layers
+    stay without which the family's class cannot be built, such as ModernBERT's first.
     """
     layers = list(encoder_layers(model.to(calibration.device)).values())
     kept = list(range(len(layers)))
     # layers that are all of the same form can take any place
     alike = len({tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers}) == 1
-    by_loss = spec.layer_criterion == "loss"
-    dense = calibration.answers(model) if by_loss else None
-    changes = [] if by_loss else _changes(model, calibration)
+    dense = calibration.answers(model)
 
     def loss(number: int) -> float:
-        if not by_loss:
-            return changes[number]
         with contextlib.ExitStack() as skipped:
             for other, layer in enumerate(layers):
                 if other == number or other not in kept:
@@ -305,17 +300,3 @@ def remaining_layers(model: Any, count: int, calibration: Calibration, spec: Cut
 def _skip(_: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
     """Let a layer return what it was given, in the form in which it returns what it has computed."""
     return (given[0], *out[1:]) if isinstance(out, tuple) else given[0]
-
-
-def _changes(model: Any, calibration: Calibration) -> list[float]:
-    """Return 1 - cosine between what each layer is given and what it gives, a mean over tokens; collective."""
-    layers = encoder_layers(model)
-    sums = {name: torch.zeros(2, dtype=torch.float64, device=calibration.device) for name in layers}
-
-    def add(name: str, given: Tensor, out: Tensor) -> None:
-        cosine = torch.cosine_similarity(given.float(), out.float(), dim=1).clamp(-1, 1)
-        sums[name] += torch.stack(((1 - cosine).sum(), cosine.new_tensor(len(cosine))))
-
-    observe(model, layers, calibration, add)
-    totals = [finite(distributed.total(of_layer), "the hidden states").tolist() for of_layer in sums.values()]
-    return [change / tokens for change, tokens in totals]

@@ -53,6 +53,7 @@ class CutSpec(Strict):
 
     removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "contiguous": (False, "leave it out, and the layers go that cost least, wherever they are"),
+        "layer_criterion": ("loss", "leave it out, and the layers go without which the answers change least"),
     }
 
     granularity: Literal["hybrid", "head", "neuron", "weight", "block", "2:4"] = Field(
@@ -60,9 +61,6 @@ class CutSpec(Strict):
         description='"hybrid" is heads and neurons, which are cut out; weight, block and 2:4 leave zeros',
     )
     layers: Size | None = Field(None, description="share of the layers to keep, or how many; instead of keep")
-    layer_criterion: Literal["loss", "cosine"] = Field(
-        "loss", description="drop layers whose absence adds least loss, or that change least (arXiv 2403.03853)"
-    )
     width: Size | None = Field(None, description="of the residual stream: share to keep, or size (arXiv 2407.14679)")
     heads: Size | None = Field(None, description="share of a layer's heads, or how many groups with one key and value")
     neurons: Size | None = Field(None, description="share of each layer's neurons to keep, or how many")
@@ -113,7 +111,7 @@ class CutSpec(Strict):
     def judges_answers(self) -> bool:
         """Whether the cut depends on the answers of the model, whose head must then be trained."""
         if self.sizes:
-            return self.layers is not None and self.layer_criterion == "loss"
+            return self.layers is not None
         if self.cuts_blocks or not self.cuts_layers:
             return self.cuts_blocks and not self.uniform
         by_loss = not self.uniform and self.granularity != "2:4" and self.method != "magnitude"

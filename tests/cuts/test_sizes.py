@@ -20,7 +20,6 @@ from ds_trainer.recipe.cut_specs import CutSpec
 
 GIVEN = calibration(16)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2")
-CRITERIA = ("loss", "cosine")
 
 
 def decoder(family: str, **fields: Any) -> Any:
@@ -36,7 +35,7 @@ def test_a_cut_decoder_is_a_plain_folder_that_generates_alike_with_and_without_a
 ) -> None:
     """All sizes at once; the rehearsal has the same shapes, and transformers loads the folder without our code."""
     heads = {} if family == "gpt2" else {"heads": 1}
-    spec = CutSpec(layers=2, width=0.5, neurons=0.5, layer_criterion="cosine", **heads)
+    spec = CutSpec(layers=2, width=0.5, neurons=0.5, **heads)
     small, records, report = cut_sizes(decoder(family), GIVEN, spec)
     assert report["sizes"]["after"].items() >= {"layers": 2, "width": 16}.items()
     assert {record.kept / record.count for record in records} == {0.5}
@@ -62,7 +61,7 @@ def test_a_cut_encoder_is_a_plain_folder_whose_answers_depend_on_its_tokens(fami
     """With the norms of its head, which no calibration example runs through."""
     config = transformers.AutoConfig.for_model(family, **{"vocab_size": VOCABULARY} | KIN[family])
     model = randomised(transformers.AutoModelForMaskedLM.from_config(config))
-    small, _, report = cut_sizes(model, GIVEN, CutSpec(layers=2, width=16, layer_criterion="cosine"))
+    small, _, report = cut_sizes(model, GIVEN, CutSpec(layers=2, width=16))
     assert report["sizes"]["after"].items() >= {"layers": 2, "width": 16}.items()
     small.save_pretrained(tmp_path)
     logits = logits_of(transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval())
@@ -85,9 +84,8 @@ def test_an_encoder_without_a_pooling_layer_is_cut_to_one_without() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("criterion", CRITERIA)
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "llama"])
-def test_layers_that_change_nothing_are_dropped_wherever_they_are(family: str, criterion: str) -> None:
+def test_layers_that_change_nothing_are_dropped_wherever_they_are(family: str) -> None:
     """Two of five, one after the other: the model then computes as with these layers skipped."""
     config = {"n_layer" if family == "gpt2" else "num_hidden_layers": 5}
     model = decoder(family, **config)
@@ -98,7 +96,7 @@ def test_layers_that_change_nothing_are_dropped_wherever_they_are(family: str, c
         if family == "gemma2":  # the norms after its blocks undo small weights
             for norm in (idle.post_attention_layernorm, idle.post_feedforward_layernorm):
                 norm.weight.fill_(-1 + 1e-3)
-    small, _, report = cut_sizes(copy.deepcopy(model), GIVEN, CutSpec(layers=3, layer_criterion=criterion))
+    small, _, report = cut_sizes(copy.deepcopy(model), GIVEN, CutSpec(layers=3))
     assert report["sizes"]["layers"] == [0, 2, 4]
     for idle in [*layers_of(model).values()][1:4:2]:
         idle.register_forward_hook(lambda _, given, out: given[0])
@@ -171,11 +169,10 @@ def test_what_cannot_be_cut_is_refused(family: str, spec: dict[str, Any], messag
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_a_layer_whose_place_no_other_can_take_stays(criterion: str) -> None:
+def test_a_layer_whose_place_no_other_can_take_stays() -> None:
     """ModernBERT's first layer has no norm before its attention; here it is the one that changes least."""
     model = bare_of("modernbert")
     for block in blocks_of(model.layers[0]):
         model.layers[0].get_submodule(block.outer).weight.mul_(1e-3)
-    _, _, report = cut_sizes(model, GIVEN, CutSpec(layers=1, layer_criterion=criterion))
+    _, _, report = cut_sizes(model, GIVEN, CutSpec(layers=1))
     assert report["sizes"]["layers"] == [0]

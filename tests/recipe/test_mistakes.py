@@ -115,6 +115,7 @@ MISTAKES = [
     (cut(keep=0.5, granularity="weight", min_heads=1), "no heads are cut"),
     (cut(granularity="2:4", keep=0.3), "2:4 keeps half"),
     (cut(layers=0.5, width=0.5, keep=0.5), "layers and width: a cut to sizes of the whole"),
+    (cut(layers=0.5, layer_criterion="cosine"), "layer_criterion was removed in 0.3: leave it out"),
     (cut(granularity="model", layers=0.5), 'granularity "model" was removed in 0.3: write sizes'),
     (cut(vocabulary={"keep": "5000"}), 'give "seen", a number of tokens without quotes'),
     (after_mlm("sst2", cut={"keep": 0.5}), '"a", whose model is cut for it, of lm'),

@@ -171,8 +171,7 @@ def test_what_depends_on_answers_needs_a_trained_head():
         ({"keep": 0.5, "granularity": "weight", "uniform": True}, False),
         ({"keep": 0.5, "granularity": "weight", "uniform": True, "method": "fisher"}, True),
         ({"granularity": "2:4"}, False),
-        ({"layers": 0.5, "width": 0.5, "contiguous": False}, True),
-        ({"layers": 0.5, "layer_criterion": "cosine"}, False),
+        ({"layers": 0.5, "width": 0.5, "contiguous": False, "layer_criterion": "loss"}, True),
         ({"width": 0.5, "neurons": 0.5}, False),
     ):
         assert CutSpec(**spec).judges_answers is judges
