@@ -18,9 +18,9 @@ from ds_trainer.cli import export as exporting
 from ds_trainer.cli import train as training
 from ds_trainer.files.messages import aligned
 from ds_trainer.ranks.distributed import show_log
+from ds_trainer.recipe.jobs import Trust, trusting
 from ds_trainer.recipe.recipe import Recipe
 from ds_trainer.recipe.saved_checkpoint import is_checkpoint, read_checkpoint
-from ds_trainer.recipe.trust import Trust, trusting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -130,7 +130,7 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
 
     With exit heads in the folder, its forward exits early: `logits` as the model gives them, and `exit_layers` (rows,),
     the layers that each sample went through. Raises UserError where the folder holds no trained model. By default
-    weights are safetensors, and no code of the folder is run; `recipe/trust.py` says what the two permissions are.
+    weights are safetensors, and no code of the folder is run; `recipe/jobs.py` says what the two permissions are.
     """
     from ds_trainer.techniques.exits.early_exit import load_for_inference
 

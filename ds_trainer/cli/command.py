@@ -22,16 +22,16 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from ds_trainer import __version__
-from ds_trainer.files.messages import shortened, shown
+from ds_trainer.files.messages import shown
 from ds_trainer.files.reading import parse_json, read_json
 from ds_trainer.files.redaction import redacted
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import StoppedError, UserError, exit_code, raise_mistakes
+from ds_trainer.recipe.jobs import Trust
 from ds_trainer.recipe.recipe import Recipe, parse_recipe, parse_task
 from ds_trainer.recipe.saved_checkpoint import SavedCheckpoint
 from ds_trainer.recipe.settings import apply_to_task
 from ds_trainer.recipe.task_specs import TaskSpec
-from ds_trainer.recipe.trust import Trust
 from ds_trainer.tasks.registry import check_data_files
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -242,7 +242,7 @@ def _print_error(error: Exception, foreseen: bool) -> None:
             return
         where = "" if distributed.is_main() or reporter is not None else f"rank {distributed.rank()}: "
         first = str(error) if isinstance(error, StoppedError) else f"error: {where}{error}"
-        text = shortened(redacted("\n".join([first, *notes])))
+        text = redacted("\n".join([first, *notes]))
     else:
         before_python_311 = notes if sys.version_info < (3, 11) else []
         text = redacted("".join([*traceback.format_exception(error), *before_python_311])).rstrip("\n")

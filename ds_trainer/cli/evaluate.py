@@ -16,11 +16,10 @@ from ds_trainer.models.folders import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.exit_specs import EXITS_FILE, Criterion, ExitsSpec, aim_mistakes
-from ds_trainer.recipe.jobs import CalibrateJob, EvaluateJob
+from ds_trainer.recipe.jobs import CalibrateJob, EvaluateJob, trusting
 from ds_trainer.recipe.recipe import saved_exits
 from ds_trainer.recipe.saved_checkpoint import SavedCheckpoint, checkpoints_in, is_checkpoint, read_checkpoint
 from ds_trainer.recipe.task_specs import TaskSpec, TextSpec
-from ds_trainer.recipe.trust import trusting
 from ds_trainer.tasks.text.text_data import is_regression
 
 

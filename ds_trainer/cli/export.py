@@ -22,9 +22,9 @@ from ds_trainer.models.folders import COMPACT_FILE, folder_mistakes
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe import jobs
 from ds_trainer.recipe.cut_specs import CutSpec
+from ds_trainer.recipe.jobs import trusting
 from ds_trainer.recipe.recipe import parse_cut
 from ds_trainer.recipe.saved_checkpoint import is_checkpoint, read_checkpoint
-from ds_trainer.recipe.trust import trusting
 from ds_trainer.tasks.registry import check_data_files
 
 

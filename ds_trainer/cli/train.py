@@ -20,11 +20,10 @@ from ds_trainer.models.folders import model_mistakes
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.joining import wait_for_debugger
-from ds_trainer.recipe.jobs import TrainJob
+from ds_trainer.recipe.jobs import TrainJob, Trust, trusting
 from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.recipe.settings import assign, parse_setting
 from ds_trainer.recipe.task_specs import TaskSpec
-from ds_trainer.recipe.trust import Trust, trusting
 from ds_trainer.tasks.registry import check_data_files
 
 FIELDS = {"model_name_or_path": "model.name_or_path", "task_name": "task.name", "data_dir": "task.data_dir"}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_trainer.models.folders import save_folder
+from ds_trainer.models.folders import as_user_error, save_folder
 from ds_trainer.models.layers import count_weights, sizes_of, whole_state_dict, whole_totals
 from ds_trainer.models.shrink import NothingToCutError, shrink
 from ds_trainer.ranks import distributed
@@ -48,7 +48,8 @@ def export_state_dict(
     batch = task.collate(examples, range(min(8, len(examples))))
     model, techniques = rebuild()
     dtype = next(value.dtype for value in state.values() if value.is_floating_point())
-    model.to(dtype).load_state_dict(state)
+    with as_user_error(f"the weights of step {step} do not fit the model that their phase starts from"):
+        model.to(dtype).load_state_dict(state)
     for technique in techniques:
         technique.on_step(step)
     return save_folded(model.eval(), techniques, task, batch, folder, shrinks)

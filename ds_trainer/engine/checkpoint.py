@@ -235,16 +235,15 @@ def check_fits(checkpoint: Checkpoint, identity: Mapping[str, Any], phase: Mappi
     different = [name for name, now in identity.items() if checkpoint.identity.get(name, now) != now]
     if not different:
         return
-    lines = [f"{name} differ" for name in different if name in HASHED]
-    if lines:
+    plain = [name for name in different if name not in HASHED]
+    before, now = ({name: values[name] for name in plain} for values in (checkpoint.identity, identity))
+    lines = [text for _, text in changes(before, now)]
+    if hashed := [name for name in different if name in HASHED]:
         fields = recipe_changes(checkpoint, phase or {}) or (
             "none; the files have other contents, the model has another tokenizer or other parameters, or this "
             "version reads them otherwise (docs/tasks.md)"
         )
-        lines.append(f"in the recipe differ: {fields}")
-    for name in different:
-        if name not in HASHED:
-            lines += [text for _, text in changes({name: checkpoint.identity[name]}, {name: identity[name]})]
+        lines.append(f"{' and '.join(hashed)} differ; in the recipe differ: {fields}")
     way_out = "resume with the same, or start again with --overwrite_output_dir"
     raise UserError("\n".join([*(f"{checkpoint.path}: {line}" for line in lines), way_out]))
 

@@ -36,7 +36,8 @@ def key_mistakes(section: Mapping[str, Any], known: Mapping[str, Any], path: str
         elif entry is None:
             # at the top level, where DeepSpeed ignores unknown keys, users of plain JSON keep their comments
             if path or not str(key).startswith(("_", "//", "#")):
-                yield f"{here} is not a key that DeepSpeed knows{_meant(str(key), known)}"
+                (meant,) = difflib.get_close_matches(str(key), known, 1, cutoff=0)
+                yield f"{here} is not a key that DeepSpeed knows: did you mean {meant}?"
         elif isinstance(entry, dict) and isinstance(value, dict):
             yield from key_mistakes(value, entry, f"{here}.")
         elif isinstance(entry, dict):
@@ -81,10 +82,8 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def offloads(config: Mapping[str, Any], part: str) -> bool:
-    """Whether the "optimizer" or the "param" is offloaded, in today's or in the deprecated spelling."""
-    deprecated = "cpu_offload" if part == "optimizer" else "cpu_offload_param"
-    device = value_at(config, f"zero_optimization.offload_{part}.device")
-    return device in ("cpu", "nvme") or bool(flag_at(config, f"zero_optimization.{deprecated}"))
+    """Whether the "optimizer" or the "param" is offloaded."""
+    return value_at(config, f"zero_optimization.offload_{part}.device") in ("cpu", "nvme")
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
@@ -103,21 +102,10 @@ def is_number(value: Any) -> bool:
 
 
 def _asks_for_something(value: Any) -> bool:
-    """Whether the value of a refused key is more than null, false, or a section that is turned off."""
-    if isinstance(value, dict) and not is_auto(value.get("enabled", "auto")):
-        return bool(value["enabled"])
-    if isinstance(value, dict):  # DeepSpeed turns some sections on for an empty object
-        return not value or any(map(_asks_for_something, value.values()))
-    return value is not None and value is not False and value != [] and not is_auto(value)
-
-
-def _meant(key: str, known: Mapping[str, Any]) -> str:
-    """Return the end of a message about an unknown key: the nearest one, or the sections that have it."""
-    sections = {name: entry for name, entry in key_table()["keys"].items() if isinstance(entry, dict)}
-    homes = [f"{name}.{key}" for name, section in sections.items() if key in section]
-    if homes and not difflib.get_close_matches(key, known, 1):
-        return f" there: it belongs at {' or '.join(homes)}"
-    return f": did you mean {difflib.get_close_matches(key, known, 1, cutoff=0)[0]}?"
+    """Whether the value of a refused key is more than nothing or false; an empty object turns some sections on."""
+    if not isinstance(value, dict):
+        return bool(value) and not is_auto(value)
+    return _asks_for_something(value.get("enabled", not value or any(map(_asks_for_something, value.values()))))
 
 
 def _is_of_type(value: Any, kind: str) -> bool:

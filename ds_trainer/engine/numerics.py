@@ -9,6 +9,8 @@ Every decision is the same on every rank: DeepSpeed decides to skip by a reduced
 reduction. The loss itself is checked by `report/log.py`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,11 +18,10 @@ from ds_trainer.engine.engine import Engine, loss_scale
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError
 
-_CALMER = "Lower learning_rate or lengthen warmup_steps"
-_CURE = f"{_CALMER}, and look at the data of that step, and at losses without a gradient there, as of sqrt at 0."
-_CURE_OF_SCALED = (
-    f"{_CALMER}, or use bf16 in place of fp16. If the loss scale only started too high, raise max_skipped_steps or "
-    "lower fp16.initial_scale_power; if fp16.loss_scale fixes it, write 0, for one that adapts."
+_CURE = (
+    "Lower learning_rate or lengthen warmup_steps, and look at the data of that step, and at losses without a gradient "
+    "there, as of sqrt at 0. In fp16 use bf16 in its place; or, where the loss scale only started too high, raise "
+    "max_skipped_steps; where fp16.loss_scale fixes it, write 0, for one that adapts"
 )
 
 
@@ -52,7 +53,11 @@ class StepWatch:
             self._in_a_row.append(step)
             self._unreported.append(step)
             if len(self._in_a_row) >= self._max_skipped:
-                raise NonFiniteLossError(self._endless_skipping())
+                raise NonFiniteLossError(
+                    f"{self._phase}: {_skipped(self._in_a_row)}; max_skipped_steps is {self._max_skipped}, and the "
+                    f"loss scale is {loss_scale(self._engine):g}. {_CURE}. The weights are those of step "
+                    f"{self._in_a_row[0] - 1}, and the checkpoints are unchanged"
+                )
             if not _scales(self._engine):
                 self._report_skipped()
 
@@ -62,7 +67,11 @@ class StepWatch:
         Call it before a record of the log, and before a checkpoint is saved.
         """
         if self.spoilt_step() is not None:
-            raise NonFiniteLossError(self._spoilt_weights())
+            raise NonFiniteLossError(
+                f"{self._phase}: the gradients of step {self._spoilt} are not finite, and DeepSpeed took the step: the "
+                f"weights are lost. {_CURE}. With zero_optimization.stage 1 and bf16.check_grad_overflow true such "
+                f"steps are skipped. The checkpoints are unchanged: --resume goes on from the last"
+            )
         if self._unreported:
             self._report_skipped()
 
@@ -78,44 +87,19 @@ class StepWatch:
         return self._spoilt
 
     def _report_skipped(self) -> None:
-        skipped, self._unreported = f"{self._phase}: {self._skipped(self._unreported)}", []
+        skipped, self._unreported = f"{self._phase}: {_skipped(self._unreported)}", []
         if _scales(self._engine):  # a loss scale finds its place by skipping
             distributed.info(f"{skipped}; the loss scale is now {loss_scale(self._engine):g}")
         else:
             distributed.warn(skipped)
 
-    def _skipped(self, steps: list[int]) -> str:
-        first, last = steps[0], steps[-1]
-        numbers = f"{first}-{last}" if last - first == len(steps) - 1 else ", ".join(map(str, steps))
-        subject = f"steps {numbers} were" if len(steps) > 1 else f"step {first} was"
-        return f"optimizer {subject} skipped, the gradients are not finite in {_precision(self._engine)}"
 
-    def _endless_skipping(self) -> str:
-        """Describe the skipped steps in a row that end the run, and what to change."""
-        engine, cure = self._engine, _CURE
-        if _scales(engine):
-            cure = f"The loss scale is {loss_scale(engine):g}. {_CURE_OF_SCALED}"
-        return (
-            f"{self._phase}: {self._skipped(self._in_a_row)}; max_skipped_steps is {self._max_skipped}. {cure} "
-            f"The weights are those of step {self._in_a_row[0] - 1}, and the checkpoints are unchanged"
-        )
-
-    def _spoilt_weights(self) -> str:
-        """Describe the step that spoilt the weights, and what to change."""
-        event = f"the gradients of step {self._spoilt} are not finite in {_precision(self._engine)}"
-        return (
-            f"{self._phase}: {event}, and DeepSpeed took the step: the weights are lost. {_CURE} With "
-            f"zero_optimization.stage 1 and bf16.check_grad_overflow true such steps are skipped. "
-            f"The checkpoints are unchanged: --resume goes on from the last"
-        )
+def _skipped(steps: Sequence[int]) -> str:
+    numbers = f"step {steps[0]} was" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]} were"
+    return f"{numbers} skipped, since their gradients are not finite"
 
 
 def _scales(engine: Engine) -> bool:
     """Whether the loss is scaled at all."""
-    return bool(engine.fp16_enabled()) or _precision(engine) == "torch_autocast (fp16)"
-
-
-def _precision(engine: Engine) -> str:
-    if engine.torch_autocast_enabled():
-        return f"torch_autocast ({'fp16' if engine.torch_autocast_dtype() == torch.float16 else 'bf16'})"
-    return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
+    by_autocast = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+    return bool(engine.fp16_enabled() or by_autocast)

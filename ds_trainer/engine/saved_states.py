@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +84,15 @@ class SavedEngine:
 
     @classmethod
     def of(cls, folder: Path) -> SavedEngine:
-        """Map the files of a checkpoint. Raises UserError where files or keys are missing, or cannot be read."""
+        """Map the files of a checkpoint. Raises UserError where one cannot be read."""
         whole = folder / MODEL
         model = _read(whole if whole.is_file() else _rank_model(folder, 0))
-        try:
-            refuse_nvme(model["ds_config"], str(folder))
-            if model["optimizer"] is not None:
-                return cls(folder, model, [])
-            files = {int(match[1]): path for path in folder.iterdir() if (match := _SHARD.fullmatch(path.name))}
-            ranks = range(model["dp_world_size"])
-            return cls(folder, model, [_read(files[rank])["optimizer_state_dict"] for rank in ranks])
-        except KeyError as error:
-            raise UserError(f"{folder} is not a checkpoint as DeepSpeed writes it: it lacks {error}") from error
+        refuse_nvme(model["ds_config"], str(folder))
+        if model["optimizer"] is not None:
+            return cls(folder, model, [])
+        files = {int(match[1]): path for path in folder.iterdir() if (match := _SHARD.fullmatch(path.name))}
+        ranks = range(model["dp_world_size"])
+        return cls(folder, model, [_read(files[rank])["optimizer_state_dict"] for rank in ranks])
 
     @property
     def partitioned(self) -> bool:
@@ -221,7 +217,6 @@ def _read(path: Path) -> dict[str, Any]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     known = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-    known.append((_member, "builtins.getattr"))  # by which Python 3.11.0 to 3.11.3 pickle the member of an enum
     try:
         with torch.serialization.safe_globals(known):
             return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
@@ -230,9 +225,3 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: it is missing or damaged, or holds objects that are neither weights, plain values "
             f"nor DeepSpeed's: use an older checkpoint"
         ) from error
-
-
-def _member(kind: type[Enum], name: str) -> Enum:
-    if not issubclass(kind, Enum):  # getattr of anything else could reach code
-        raise TypeError(f"{kind} is no enum")
-    return kind[name]

@@ -3,14 +3,11 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 Row = Mapping[str, str]
 """A row of a table: the cells by the names of their columns."""
 _NUMBER = re.compile(r"[-+–]?\d[\d.,]*\s*\S*( \(.*\))?|–|")
-_MAX_LINE = 1000
-_MAX_MESSAGE = 3500  # characters
 
 
 def shown(value: Any, most: int = 60) -> str:
@@ -42,14 +39,6 @@ def changes(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def cut(text: str, most: int) -> str:
     """Cut a text to `most` characters; three dots show that it was longer."""
     return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def shortened(message: str) -> str:
-    """Cut long lines of a message, and drop the lines after its first 3,500 characters but for their number."""
-    lines = [cut(line, _MAX_LINE) for line in message.split("\n")]
-    kept = sum(length <= _MAX_MESSAGE for length in accumulate(len(line) + 1 for line in lines))
-    more = len(lines) - kept
-    return "\n".join([*lines[:kept], *([f"... and {more:,} more lines"] if more else [])])
 
 
 def kind_of(value: Any) -> str:

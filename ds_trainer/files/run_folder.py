@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
@@ -68,6 +68,11 @@ def check_output_folder(
     if not resume:
         return [f"the output folder {folder} is not empty: give another, or --overwrite_output_dir, or --resume"]
     return [] if (folder / RUN_LIST).is_file() else [f"--resume: {folder} holds no run of this program"]
+
+
+def phase_folder(output: Path, phases: Sequence[str], name: str) -> Path:
+    """Return where a phase writes: the last one into the output folder itself, the others into one of their name."""
+    return output if name == phases[-1] else output / name
 
 
 def is_own_card(path: Path) -> bool:

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.files.reading import read_value
 from ds_trainer.ranks.failures import UserError, first_line
+from ds_trainer.recipe.jobs import Trust
 from ds_trainer.recipe.saved_checkpoint import CHECKPOINT
-from ds_trainer.recipe.trust import Trust
 
 COMPACT_FILE = "model.compact.safetensors"
 """The weights of a compact folder, which `compact.py` writes and reads."""

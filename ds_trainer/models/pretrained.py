@@ -2,7 +2,7 @@
 
 A folder may come from anywhere. Each fault in it is one UserError that names the folder, and weights that are missing
 or do not fit the config are never replaced by random ones in silence. By default no code of a folder is run and no
-pickle is read; `recipe/trust.py` describes how a user permits them.
+pickle is read; `recipe/jobs.py` describes how a user permits them.
 """
 
 import inspect
@@ -33,7 +33,7 @@ from ds_trainer.models.layers import FIELD
 from ds_trainer.models.shrunk_model import PREFIX, shrunk_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.recipe.trust import trust_in_force
+from ds_trainer.recipe.jobs import trust_in_force
 
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
 

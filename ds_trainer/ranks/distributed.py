@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import logging
 import os
@@ -117,7 +116,6 @@ def start(timeout: int = TIMEOUT) -> None:
     import deepspeed
     import torch
     from torch.distributed import distributed_c10d
-    from torch.utils import cpp_extension
 
     info_once.cache_clear()  # a program may run one job after another
     if torch.cuda.is_available():
@@ -134,7 +132,6 @@ def start(timeout: int = TIMEOUT) -> None:
         seconds = timedelta(seconds=timeout)
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(distributed_c10d, name, seconds)
-        cpp_extension.FileBaton = KernelLock  # type: ignore[misc,assignment]
         # a kernel that only inference uses: it takes minutes to compile, and each rank leaves 69 MB in shared memory
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):  # a notebook's second run has registered it already
@@ -151,31 +148,6 @@ def _meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
 
     for store, rank_in_store, world in rendezvous("env://", **options):
         yield PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store), rank_in_store, world
-
-
-class KernelLock:
-    """A lock on the folder of a kernel, which ends with its process: torch would wait for ever for a killed compiler.
-
-    torch's own, the FileBaton, is a file. A process that finds it waits until it is deleted and then assumes that the
-    kernel was built. If the builder was killed, the file is never deleted. Here each process that needs the kernel
-    holds the lock in turn and asks ninja, which builds what is missing.
-    """
-
-    def __init__(self, path: str, **_: object):
-        self._path = path
-
-    def try_acquire(self) -> bool:
-        """Wait for the lock; return True, which tells torch to ask ninja. Say first that a new kernel takes minutes."""
-        folder = Path(self._path).parent
-        if not any(folder.glob("*.so")):
-            info(f"compiling {folder.name}, a kernel of DeepSpeed: it takes minutes, once, and is kept in {folder}")
-        self._file = Path(self._path).with_suffix(".flock").open("a")
-        with contextlib.suppress(OSError):  # some file systems have no such locks
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-        return True
-
-    def release(self) -> None:
-        self._file.close()
 
 
 def stop() -> None:

@@ -1,16 +1,15 @@
-"""How far a slow part of the work has come: a bar on a terminal, and a line every few seconds elsewhere, on rank 0."""
+"""How far a slow part of the work has come: a bar of rank 0, which moves on a terminal and is rare in a log file."""
 
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from tqdm import tqdm
 
 from ds_trainer.ranks import distributed
 
-SECONDS_BETWEEN_LINES = 10.0
-"""Work that is done sooner writes no line."""
+_SECONDS_BETWEEN_LINES = 10.0
+"""In a log file each state of the bar is a line. Work that is done sooner writes none."""
 
 T = TypeVar("T")
 
@@ -21,19 +20,15 @@ def progress(items: Iterable[T], doing: str, unit: str, total: int | None = None
     `doing` says what is done to an item, and `unit` what one is called. `total` is the number of items where they have
     no length; without it only those that are done are counted.
     """
-    if total is None and isinstance(items, Sized):
-        total = len(items)
-    if not distributed.is_main():
-        yield from items
-        return
-    if sys.stderr.isatty():
-        yield from tqdm(items, desc=doing, unit=unit, total=total, leave=False, dynamic_ncols=True)
-        return
-    start = last_line = time.monotonic()
-    for done, item in enumerate(items):
-        now = time.monotonic()
-        if done and now - last_line >= SECONDS_BETWEEN_LINES:
-            last_line = now
-            rest = f" of {total:,} {unit}s, about {(total - done) * (now - start) / done:.0f} s to go" if total else ""
-            distributed.info(f"{doing}: {done:,}{rest or f' {unit}s'}")
-        yield item
+    wait = 0.0 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+    yield from tqdm(
+        items,
+        desc=doing,
+        unit=f" {unit}",
+        total=total,
+        leave=False,
+        delay=wait,
+        mininterval=max(wait, 0.1),
+        disable=not distributed.is_main(),
+        dynamic_ncols=True,
+    )

@@ -3,8 +3,12 @@
 A field that is named like a flag takes that flag's value, and checks it; the command fills in the others.
 """
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +21,6 @@ from ds_trainer.recipe.exit_specs import EXITS_FILE, ExitPolicy, ExitsSpec, Save
 from ds_trainer.recipe.recipe import Phase, Recipe
 from ds_trainer.recipe.saved_checkpoint import SavedCheckpoint
 from ds_trainer.recipe.task_specs import TaskBase
-from ds_trainer.recipe.trust import Trust
 
 OF_THE_TASK: Literal["task"] = "task"
 """In place of a length: the task's texts, as long as they are."""
@@ -39,6 +42,39 @@ _DISTINCT = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
 Count = Annotated[int, Field(ge=1, le=2**20)]
 Counts = Annotated[tuple[Count, ...], _DISTINCT]
 Names = Annotated[tuple[str, ...], _DISTINCT]
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The permissions of model folders. By default weights are read from safetensors, and none of their code is run.
+
+    The permissions are flags of the command, so that no downloaded recipe can grant itself any. Models are loaded in
+    some fifteen places, by tasks, techniques and students that have no other use for the permissions: they are passed
+    in a context variable instead of through every signature in between. Where it is not set, in a new thread for
+    instance, nothing is permitted.
+    """
+
+    allow_pickle: bool = False
+    """Read pytorch_model.bin where there are no safetensors; still as weights only, so that its code is not run."""
+    trust_remote_code: bool = False
+    """Run the Python files that a model's config names."""
+
+
+_IN_FORCE: ContextVar[Trust] = ContextVar("trust", default=Trust())  # noqa: B039 - it is frozen
+
+
+def trust_in_force() -> Trust:
+    return _IN_FORCE.get()
+
+
+@contextlib.contextmanager
+def trusting(trust: Trust) -> Iterator[None]:
+    """Load models under these permissions inside the block."""
+    token = _IN_FORCE.set(trust)
+    try:
+        yield
+    finally:
+        _IN_FORCE.reset(token)
 
 
 class CommandJob(BaseModel):

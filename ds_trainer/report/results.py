@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from ds_trainer.files.messages import aligned
 from ds_trainer.files.reading import read_file, read_object
+from ds_trainer.files.run_folder import phase_folder
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.exit_specs import EXITS_FILE
 from ds_trainer.recipe.task_specs import greater_is_better
@@ -47,9 +48,9 @@ class RunFiles:
         return list(dict.fromkeys([*self.results, *self.records]))
 
     def folder_of(self, phase: str) -> Path:
-        """Return the folder of a phase's model and evaluation; for the last phase it is the output folder itself."""
+        """Return the folder of a phase's model and evaluation."""
         planned = [spec["name"] for spec in self.recipe.get("phases", [])] or self.phases
-        return self.folder if phase == planned[-1] else self.folder / phase
+        return phase_folder(self.folder, planned, phase)
 
     def spec(self, phase: str) -> Mapping[str, Any]:
         """Return the section of a phase in the recipe; an empty one if the recipe does not have this phase."""

@@ -13,6 +13,7 @@ from ds_trainer.engine.engine import Group, parameter_groups
 from ds_trainer.engine.engine_file import Hyperparameters, resolve_engine_file, settled_numbers, settled_schedule
 from ds_trainer.engine.keys import precision_of
 from ds_trainer.files.redaction import redacted
+from ds_trainer.files.run_folder import phase_folder
 from ds_trainer.models.layers import set_dropout, set_recomputing
 from ds_trainer.models.shrink import check_known
 from ds_trainer.ranks import distributed
@@ -201,5 +202,5 @@ def _starting_identity(phase: Phase) -> dict[str, Any]:
 
 
 def folder_of(phase: Phase, job: TrainJob) -> Path:
-    """Return where a phase writes: the last one into the output folder itself, the others into one of their name."""
-    return job.output if phase is job.recipe.phases[-1] else job.output / phase.name
+    """Return where a phase writes."""
+    return phase_folder(job.output, [each.name for each in job.recipe.phases], phase.name)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ds_trainer.deploy.export import export_state_dict
 from ds_trainer.engine.saved_states import weights_of
@@ -32,7 +31,6 @@ from ds_trainer.recipe.jobs import DTYPES, CalibrateJob, EvaluateJob
 from ds_trainer.recipe.recipe import saved_exits
 from ds_trainer.recipe.saved_checkpoint import SavedCheckpoint
 from ds_trainer.recipe.schedules import steps_of
-from ds_trainer.recipe.technique_specs import Techniques
 from ds_trainer.report.results import encoder_weights, is_detail
 from ds_trainer.run.phase import PhaseModel
 from ds_trainer.run.starting_models import MADE, MadeModels
@@ -40,7 +38,7 @@ from ds_trainer.tasks.evaluation import score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.exit_evaluation import calibrate_folder, evaluate_exits
 from ds_trainer.techniques.registry import build_techniques
-from ds_trainer.techniques.technique import PhaseLength, Technique
+from ds_trainer.techniques.technique import PhaseLength
 
 _CURE = "Lower --batch_size or the task's max_seq_length."
 """What to change where memory does not suffice."""
@@ -156,36 +154,15 @@ def export_checkpoint(saved: SavedCheckpoint, cache_dir: str | None, folder: Pat
     step, total, identity = state["step"], state["total"], state["identity"]
     if damage := damage_of(saved.path, saved.sums):
         raise DamagedCheckpointError(f"{saved.path} is damaged ({damage}): use another checkpoint")
-    source, techniques = _start_and_techniques(saved)
+    models = MadeModels(saved.recipe, saved.run / MADE)
+    for earlier in saved.recipe.phases[: saved.recipe.phases.index(phase)]:
+        models.add(earlier.name, saved.run / earlier.name / "model")
+    source, techniques = models.start(phase), models.techniques(phase)
     task = build_task(saved.task, source, cache_dir)
     length = PhaseLength(total, steps_of(phase.warmup_steps or 0, total), identity["the seed"])
-    built = PhaseModel(phase, techniques, task, source, length)
+    rebuild = partial(PhaseModel(phase, techniques, task, source, length).rebuild, state["techniques"])
     weights = weights_of(saved.path, getattr(torch, DTYPES[identity["the precision"]]))
-
-    def rebuild() -> tuple[nn.Module, list[Technique]]:
-        """Rebuild the model of the phase, whose names and shapes the weights of the checkpoint must have."""
-        model, attached = built.rebuild(state["techniques"])
-        try:
-            model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise UserError(
-                f"the weights of {saved.path} do not go into the model that {source} gives for the task "
-                f"{task.spec.name}: the phase started from another model, or the task is another one ({error})"
-            ) from error
-        return model, attached
-
     results = export_state_dict(weights, rebuild, task, step, folder, phase.shrink)
     for technique in build_techniques(techniques, length, task):
         technique.after_export(folder, phase.per_device_eval_batch_size)
     return results
-
-
-def _start_and_techniques(saved: SavedCheckpoint) -> tuple[str, Techniques]:
-    """Return the model that the phase started from, and its techniques with the folders of the models that they name.
-
-    The configs and tokenizers of these models are needed again.
-    """
-    models = MadeModels(saved.recipe, saved.run / MADE)
-    for phase in saved.recipe.phases[: saved.recipe.phases.index(saved.phase)]:
-        models.add(phase.name, saved.run / phase.name / "model")
-    return models.start(saved.phase), models.techniques(saved.phase)

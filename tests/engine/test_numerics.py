@@ -39,7 +39,7 @@ def test_a_skipped_step_is_counted_and_reported(seen, name):
     assert rates[2] == rates[1]
     assert rates[3] != rates[2]
     log = seen[1].split(f"case {name}\n")[1].split("\ncase ")[0]
-    assert "tiny: optimizer step 3 was skipped" in log
+    assert "tiny: step 3 was skipped" in log
     assert ("the loss scale is now" in log) == ("fp16" in SKIPPING[name].precision)
 
 
@@ -52,7 +52,7 @@ def test_the_norm_is_the_same_whatever_the_precision(seen):
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_step_that_spoils_the_weights_ends_the_run(seen, name):
-    """Where DeepSpeed takes such a step, both ranks stop at the next check, with one message: step and precision."""
+    """Where DeepSpeed takes such a step, both ranks stop at the next check, with one message."""
     outcome = of_all_ranks(seen, name)
     assert not outcome["finite"], "DeepSpeed did not take the step: the case shows nothing"
     assert outcome["global_steps"] == 4
@@ -67,11 +67,11 @@ def test_skipping_without_end_ends_the_run(seen, name):
     assert outcome["finite"]
     assert outcome["skipped_steps"] == case.max_skipped
     first = case.infinite[0] + 1 if case.infinite else 1
-    assert f"optimizer steps {first}-{first + case.max_skipped - 1} were skipped" in outcome["error"]
+    last = first + case.max_skipped - 1
+    assert f"{case.max_skipped} steps from {first} to {last} were skipped" in outcome["error"]
     assert f"The weights are those of step {first - 1}" in outcome["error"]
-    scale = {"fixed scale": 128, "autocast-fp16": 65536, "fp32": None}.get(name, 1)
-    cure = f"The loss scale is {scale}. Lower learning_rate" if scale else "look at the data of that step"
-    assert cure in outcome["error"]
+    scale = {"fixed scale": 128, "autocast-fp16": 65536}.get(name, 1)
+    assert f"the loss scale is {scale}. Lower learning_rate" in outcome["error"]
 
 
 def test_a_run_that_goes_on_is_left_alone(seen):

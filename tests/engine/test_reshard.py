@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
 from support.launching import run_deepspeed
 
-from ds_trainer.engine.saved_states import MODEL, SavedEngine, _read, weights_of
+from ds_trainer.engine.saved_states import MODEL, SavedEngine, weights_of
 from ds_trainer.ranks.failures import UserError
 
 TENSORS = ("fp32", "exp_avg", "exp_avg_sq")
@@ -135,18 +133,12 @@ class Pickled:
 
 
 def test_a_checkpoint_runs_no_code(tmp_path):
-    """A file that would call a function when it is unpickled is refused, and calls nothing.
-
-    Python 3.11.0 to 3.11.3 pickle the member of an enum by `getattr`, which could reach the functions of a class.
-    """
-    file, called = tmp_path / MODEL, tmp_path / "called"
-    for values in ((Path.touch, (called,)), (getattr, (LossScaler, "backward"))):
-        torch.save({"module": Pickled(*values)}, file)
-        with pytest.raises(UserError, match="or holds objects that are neither weights"):
-            weights_of(tmp_path, torch.float32)
-        assert not called.exists()
-    torch.save({"value": Pickled(getattr, (ZeroStageEnum, "weights"))}, file)
-    assert _read(file) == {"value": ZeroStageEnum.weights}
+    """A file that would call a function when it is unpickled is refused, and calls nothing."""
+    called = tmp_path / "called"
+    torch.save({"module": Pickled(Path.touch, (called,))}, tmp_path / MODEL)
+    with pytest.raises(UserError, match="or holds objects that are neither weights"):
+        weights_of(tmp_path, torch.float32)
+    assert not called.exists()
 
 
 def test_another_model_is_refused(runs):
@@ -173,8 +165,6 @@ def test_a_folder_that_is_no_checkpoint_is_a_mistake(runs, tmp_path):
     on_nvme = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
     for source, damage, words in (
         (name_of("fp32", 2, 2), lambda folder: (folder / MODEL).write_bytes(b"what"), f"{MODEL} cannot be read"),
-        (name_of("fp32", 2, 2), lambda folder: torch.save({"module": {}}, folder / MODEL), "it lacks 'ds_config'"),
-        (name_of("fp32", 2, 2), lambda folder: shard_of(folder).unlink(), "it lacks 1"),
         (name_of("fp32", 2, 2), lambda folder: os.truncate(shard_of(folder), 999), "cannot be read"),
         (name_of("fp32", 2, 1), lambda folder: changed(folder, ds_config=on_nvme), "on nvme"),
         (name_of("fp32", 0, 1), lambda folder: changed(folder, parameter_names=None), "does not name its parameters"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_trainer.files.messages import kind_of, listed, quoted, shortened, shown
+from ds_trainer.files.messages import kind_of, listed, quoted, shown
 from ds_trainer.ranks.failures import first_line
 
 
@@ -20,18 +20,6 @@ def test_values_are_cut_where_they_are_long() -> None:
 def test_values_are_named_in_the_words_of_json(value: object, words: str) -> None:
     """Not as Python's classes."""
     assert kind_of(value) == words
-
-
-def test_a_message_keeps_its_beginning_and_says_what_is_left_out() -> None:
-    """Long lines are cut, of many lines the first are kept and the others counted; a short message stays as it is."""
-    assert shortened("one\ntwo") == "one\ntwo"
-    assert shortened("x" * 5000) == "x" * 997 + "..."
-    many = shortened("\n".join(f"line {n}" for n in range(3000)))
-    assert many.startswith("line 0\nline 1\n")
-    kept = many.count("\n")
-    assert many.endswith(f"line {kept - 1}\n... and {3000 - kept:,} more lines")
-    assert len(many) < 3600
-    assert len(shortened("\n".join(["y" * 5000] * 9))) < 3600
 
 
 @pytest.mark.parametrize(

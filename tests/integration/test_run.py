@@ -260,7 +260,7 @@ HOSTILE = [
         "was written by the phase prune",
     ),
     (lambda run: shutil.rmtree(run / "finetune"), "finetune/model does not exist"),
-    (change_start, "do not go into the model that "),
+    (change_start, "do not fit the model that "),
 ]
 
 

@@ -19,7 +19,7 @@ from ds_trainer.files.reading import folder_hash
 from ds_trainer.models.folders import folder_mistakes, save_folder, train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer, tokenizer_state
 from ds_trainer.recipe.exit_specs import ExitPolicy, SavedExits
-from ds_trainer.recipe.trust import Trust
+from ds_trainer.recipe.jobs import Trust
 from ds_trainer.techniques.exits.early_exit import new_heads, save_heads
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}

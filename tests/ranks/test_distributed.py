@@ -10,34 +10,12 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from support.launching import ROOT
-from torch.utils import cpp_extension
 
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.distributed import KernelLock
 from ds_trainer.ranks.failures import OutOfMemoryError
 from ds_trainer.ranks.joining import joined
 
 OWNERS = ("dist", "torch.distributed", "comm", "deepspeed.comm")
-
-
-def test_a_lock_that_a_killed_compiler_left_stops_nobody(tmp_path, monkeypatch):
-    """torch would wait for ever for its own lock; DeepSpeed compiles by this function.
-
-    Before the minutes that the first build takes, it is said that they come, and not where the kernel was built before.
-    """
-    steps, folder = [], tmp_path / "deepspeed_cpu_adam"
-    folder.mkdir()
-    monkeypatch.setattr(cpp_extension, "FileBaton", KernelLock)
-    monkeypatch.setattr(cpp_extension, "_write_ninja_file_and_build_library", lambda **_: steps.append("build"))
-    monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda *_: steps.append("load"))
-    monkeypatch.setattr(distributed, "info", steps.append)
-    (folder / "lock").touch()
-    cpp_extension.load("kernel", [], build_directory=str(folder))
-    assert steps[0].startswith("compiling deepspeed_cpu_adam, a kernel of DeepSpeed: it takes minutes, once")
-    assert steps[1:] == ["build", "load"]
-    (folder / "deepspeed_cpu_adam.so").touch()
-    assert KernelLock(str(folder / "lock")).try_acquire()
-    assert len(steps) == 3
 
 
 @pytest.mark.parametrize("error", [None, OutOfMemoryError("too large")])
@@ -58,16 +36,14 @@ def test_a_lone_process_is_described_as_a_world_of_one_only_while_it_runs(monkey
     assert not {*names} & os.environ.keys()
 
 
-def test_a_start_leaves_a_launchers_variables_and_replaces_torchs_lock(monkeypatch):
-    """This process has not set the variables; DeepSpeed compiles its kernels under our lock."""
-    monkeypatch.setattr(cpp_extension, "FileBaton", None)
+def test_a_start_leaves_a_launchers_variables(monkeypatch):
+    """This process has not set them, so that it removes none."""
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(init_distributed=lambda **_: None))
     monkeypatch.setitem(sys.modules, "deepspeed.comm.torch", SimpleNamespace())
     monkeypatch.setenv("RANK", "0")
     distributed.start()
     distributed.stop()
     assert os.environ["RANK"] == "0"
-    assert cpp_extension.FileBaton is KernelLock
 
 
 def test_a_tensor_is_summed_on_the_device(monkeypatch):

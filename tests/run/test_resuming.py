@@ -43,7 +43,10 @@ def test_a_checkpoint_of_other_data_names_the_field_and_no_hash(tmp_path):
     task = {"name": "text", "max_seq_length": 24}
     saved = SimpleNamespace(path=tmp_path, identity={TRAINING_DATA: "c0ffee"}, phase={"task": task})
     for now, words in (
-        (task | {"max_seq_length": 32}, "in the recipe differ: task.max_seq_length: 24 before, 32 now\n"),
+        (
+            task | {"max_seq_length": 32},
+            "the training data differ; in the recipe differ: task.max_seq_length: 24 before, 32",
+        ),
         (task, r"in the recipe differ: none; the files have other contents, .* or this version reads them otherwise"),
     ):
         with pytest.raises(UserError, match=words) as error:
