@@ -31,12 +31,6 @@ _SIZES = 32
 _BINS = 4096
 """The resolution of the budget in the dynamic programming."""
 
-_UNITS = {
-    "keep": "the weights in heads and neurons",
-    "target_flops": "the encoder's FLOPs",
-    "target_latency": "the encoder's seconds",
-}
-
 
 @dataclass(frozen=True)
 class Prices:
@@ -84,8 +78,8 @@ def check_budget(places: Mapping[str, CutBlock], prices: Prices, spec: CutSpec) 
         (target,), share = spec.targets, spec.share
         needed = share + (least - prices.budget) / prices.total
         raise UserError(
-            f"cut: the heads that must stay, and all that no cut removes, cost {needed:.1%} of {_UNITS[target]}, and "
-            f"{target} is {share:.3g}: raise it, or lower min_heads (now {spec.min_heads})"
+            f"cut: {target} is {share:.3g}, and the heads that must stay, with all that no cut removes, cost "
+            f"{needed:.1%}: raise it, or lower min_heads (now {spec.min_heads})"
         )
 
 
@@ -122,13 +116,7 @@ def allocate(
         place.outer.load_state_dict(before)
         curves[name] = _curve(place, errors, losses)
     model.cpu()
-    counts = cheapest_sizes(curves, prices)
-    (target,), share = spec.targets, spec.share
-    for kind, noun, remedy in (("attention", "head", "set min_heads, or raise"), ("feed_forward", "neuron", "raise")):
-        kept = [counts[name] for name, place in places.items() if place.block.kind == kind]
-        if kept and not any(kept):
-            distributed.warn(f"cut: no {noun} remains in any layer: {remedy} {target} (now {share:.3g})")
-    return counts
+    return cheapest_sizes(curves, prices)
 
 
 def _curve(place: CutBlock, errors: NDArray[np.float64], losses: Mapping[int, float]) -> Curve:

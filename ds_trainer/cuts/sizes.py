@@ -9,7 +9,7 @@ stream are known by their shape, not by name: the config's width decides one of 
 import contextlib
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ from ds_trainer.cuts.calibration import Calibration, check_sound, check_tokens, 
 from ds_trainer.cuts.layerwise import observe
 from ds_trainer.cuts.surgeon import CutRecord
 from ds_trainer.cuts.vocabulary import kept_alone
+from ds_trainer.models.folders import as_user_error
 from ds_trainer.models.layers import (
     blocks_of,
     build_like,
     encoder_layers,
     layers_of,
-    shapes_like,
     sizes_of,
     whole_heads,
 )
@@ -110,13 +110,7 @@ def planned_sizes(model: Any, spec: CutSpec) -> Sizes:
     sizes = Sizes(_size("layers", wanted, now.layers), width, heads, neurons)
     if sizes == now:
         raise UserError(f"cut: {wanted} rounds to all that the model has: lower it")
-    # an ELECTRA, for example, has a projection where its embeddings are not as wide as the stream
-    shapes = shapes_like(model, config_of_sizes(model, replace(sizes, layers=now.layers)))
-    if shapes.keys() != model.state_dict().keys():
-        raise UserError(
-            f"cut: with a width of {sizes.width:,} the class {type(model).__name__} has other weights than this "
-            "model has: leave width out, or write another one"
-        )
+    config_of_sizes(model, sizes)  # raises where the config cannot say them
     return sizes
 
 
@@ -165,15 +159,12 @@ def _narrowed(model: Any, sizes: Sizes, calibration: Calibration) -> Any:
     channels = active.topk(sizes.width).indices.sort().values
     scales = _scales(model, norms, channels, calibration)
     channels = channels.cpu()
-    try:
+    # an ELECTRA, for example, has a projection where its embeddings are not as wide as the stream
+    fault = f"cut: with a width of {sizes.width:,} the class {type(model).__name__} has other weights than the model"
+    with as_user_error(f"{fault}: leave width out, or write another one"):
         narrow.load_state_dict(
             {name: kept_alone(weight, state[name].shape, channels) for name, weight in model.cpu().state_dict().items()}
         )
-    except (RuntimeError, KeyError) as error:
-        raise UserError(
-            f"cut: {type(model).__name__} has more weights that its width decides about than its residual stream: "
-            "leave width out"
-        ) from error
     for name, scale in scales.items():
         _multiply(narrow.get_submodule(name), scale)
     _keep_scale_of_embeddings(narrow, width)

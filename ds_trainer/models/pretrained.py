@@ -156,12 +156,6 @@ def from_pretrained(source: str | Path, config: Any, kind: HeadKind) -> tuple[An
             trust_remote_code=trust.trust_remote_code,
             **options,
         )
-    if wrapped := [name for name in info["unexpected_keys"] if name.startswith("module.") or "_orig_mod." in name]:
-        raise UserError(
-            f"the weights of {source} were saved from inside a wrapper, by their names ({min(wrapped)}): take "
-            f'"_orig_mod." (torch.compile) and a leading "module." (data parallel) out of the names, as in '
-            f"docs/troubles.md, or save the model that is inside"
-        )
     return model, info
 
 

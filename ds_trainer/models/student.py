@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from ds_trainer.files.messages import listed, quoted
-from ds_trainer.models.folders import create_folder, save_folder
+from ds_trainer.models.folders import as_user_error, create_folder, save_folder
 from ds_trainer.models.layers import FIELD, build_like, encoder_layers, shapes_like
 from ds_trainer.models.pretrained import (
     HEADLESS,
@@ -27,7 +27,7 @@ from ds_trainer.models.pretrained import (
 )
 from ds_trainer.models.shrink import simplest_config
 from ds_trainer.ranks import distributed
-from ds_trainer.ranks.failures import UserError, first_line
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.technique_specs import StudentSpec
 
 _DISTILBERT = {
@@ -215,10 +215,6 @@ def _copied(teacher: Any, layers: Sequence[int]) -> dict[str, Tensor]:
 
 def _fill(source: str | Path, student: Any, state: Mapping[str, Tensor], layers: Sequence[int]) -> None:
     """Load the weights into the student, which must need them all, and no others."""
-    try:
+    fault = f"layers {list(layers)} of {source} make no {type(student).__name__}, whose layers differ by their place"
+    with as_user_error(f"{fault}: keep layer 0 as the first, or take those of another pattern"):
         student.load_state_dict(state)
-    except RuntimeError as error:
-        raise UserError(
-            f"layers {list(layers)} of {source} make no {type(student).__name__}, whose layers differ by their place: "
-            f"{first_line(error)[:300]}. Keep layer 0 as the first, or take those of another pattern"
-        ) from error

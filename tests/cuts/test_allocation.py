@@ -1,7 +1,6 @@
 """How many heads and neurons each layer keeps under a budget for all layers."""
 
 import copy
-import logging
 from itertools import product
 
 import numpy as np
@@ -101,25 +100,10 @@ def test_heads_that_must_stay_stay_and_may_cost_too_much():
     small, _ = cut_model(model, GIVEN, CutSpec(keep=0.6, min_heads=3))
     assert min(sizes_of(small)["heads"]) >= 3
     for made in (outline, lambda model, spec: cut_model(model, GIVEN, spec)):
-        with pytest.raises(UserError, match=r"cost 72\.7% of .* is 0\.3: raise it, or lower min_heads \(now 9\)"):
+        with pytest.raises(UserError, match=r"keep is 0\.3, .* cost 72\.7%: raise it, or lower min_heads \(now 9\)"):
             made(model_of("bert"), CutSpec(keep=0.3, min_heads=9))
-        with pytest.raises(UserError, match=r"FLOPs, and target_flops is 0\.1: raise it"):
+        with pytest.raises(UserError, match=r"target_flops is 0\.1, .*: raise it"):
             made(model_of("deberta-v2"), CutSpec(target_flops=0.1))
-
-
-def test_a_share_that_removes_all_heads_or_all_neurons_is_told(caplog):
-    """A model without any head no longer mixes tokens; with one in every layer it is silent about heads."""
-
-    def warnings(**fields):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "ds_trainer"):
-            cut_model(model_of("bert"), GIVEN, CutSpec(**fields))
-        return [record.getMessage() for record in caplog.records]
-
-    no_heads = "cut: no head remains in any layer: set min_heads, or raise keep (now 0.01)"
-    assert warnings(keep=0.01, granularity="head") == [no_heads]
-    assert warnings(keep=0.01, granularity="neuron") == ["cut: no neuron remains in any layer: raise keep (now 0.01)"]
-    assert not warnings(keep=0.3, min_heads=1, granularity="head")
 
 
 @torch.no_grad()

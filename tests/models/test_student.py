@@ -185,7 +185,7 @@ def test_distilbert_of_all_layers_computes_as_bert_does(head, make_source):
         ("bert", "Model", {"layers": [2, 1]}, "in rising order"),
         ("roberta", "ForMaskedLM", {"layers": [0], "model_type": "distilbert"}, "is a RobertaForMaskedLM"),
         ("bert", "ForNextSentencePrediction", {"layers": [0], "model_type": "distilbert"}, "with 1e-12: BertModel, "),
-        ("modernbert", "ForMaskedLM", {"layers": [1, 2]}, "model.layers.0.attn_norm.weight.*Keep layer 0"),
+        ("modernbert", "ForMaskedLM", {"layers": [1, 2]}, "keep layer 0 as the first.*model.layers.0.attn_norm.weight"),
         ("bert", "Model", {"config": {"model_type": "bert", "vocab_size": 20}}, "vocab_size is 20, .* tokens"),
         ("bert", "Model", {"config": {"model_type": "bert", "hidden_size": "x"}}, "config: .*hidden_size"),
     ],
