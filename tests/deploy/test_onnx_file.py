@@ -169,6 +169,7 @@ def test_a_shrunk_model_has_a_folder_that_programs_open(csv_folder, tmp_path, ca
     assert texts["input_ids"].shape == (2, 24)
     (given,) = outputs(session(out / "model.onnx", 1), texts)
     torch.testing.assert_close(given, by_torch(load_trained(model))(texts)[0], rtol=1e-4, atol=1e-4)
+    assert "`model.onnx` and `model.int8.onnx`: in onnxruntime" in (out / "README.md").read_text()
     (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/export.md").read_text(), re.DOTALL)
     capsys.readouterr()
     exec(lines.replace("FOLDER", str(out)), {})
