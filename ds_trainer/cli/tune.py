@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from ds_trainer.cli.command import PROJECT, Mistakes, Parser, one_process_mistakes, output_path, read_source
 from ds_trainer.cli.doctor import doctor_command, read_hostfile
-from ds_trainer.cli.train import apply_flags, read_train_job, source_mistakes, train_parser
+from ds_trainer.cli.train import apply_flags, read_train_job, train_parser
 from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.messages import listed, shown
@@ -24,7 +24,7 @@ from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.jobs import TrainJob, TuneJob, ValueRange
 from ds_trainer.recipe.recipe import Recipe
 from ds_trainer.recipe.task_specs import LabelledSpec
-from ds_trainer.tune.trials import RANKS, THREADS, checked
+from ds_trainer.tune.trials import RANKS, checked
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _OF_A_RUN = ("--resume", "--overwrite_output_dir", "--debug_port", "--dry_run", "--world", "--push_to_hub")
@@ -34,7 +34,8 @@ _OF_THE_DATA = {"name", "data_dir", "dataset", "train_file", "header", "held_out
 _OF_THE_DATA |= {"tokens_column", "tags_column"}
 """The fields of a task that decide which examples are held out."""
 _WRITE = 'write {"PATH": [values to try], ...} or {"PATH": {"low": 1e-5, "high": 1e-3, "log": true}, ...}'
-_MOST_COMBINATIONS = 200
+_TRIED_BEFORE = 200
+"""The combinations of a space of which one must fit the user's own files before anything is run."""
 
 
 def tune_command(arguments: Sequence[str]) -> None:
@@ -83,6 +84,7 @@ def read_tune_job(arguments: Sequence[str]) -> TuneJob:
     values |= {"recipe_file": recipe_file, "engine_file": engine_file, "greater_is_better": greater}
     job = mistakes.job(TuneJob, flags, **values, train_flags=in_the_files.parse_known_args(training)[1])
     raise_mistakes(_space_mistakes(job))
+    raise_mistakes(_refused(job))
     return job
 
 
@@ -94,7 +96,7 @@ def tune_parser() -> argparse.ArgumentParser:
     add("--recipe", required=True)
     add("--output_dir", dest="output", required=True, type=output_path, help="for the best files and the trials")
     add("--metric", help="the score to go by, of held-out training examples, e.g. eval/accuracy; without it, speed")
-    values = '{"PATH": [...] or {"low": 1e-5, "high": 1e-3, "log": true}}, paths as in --set, and "ranks", "threads"'
+    values = '{"PATH": [...] or {"low": 1e-5, "high": 1e-3, "log": true}}, paths as in --set, and "ranks"'
     add("--space", "--recipe_space", dest="space", help=f"what to try: a JSON file, or JSON: {values}")
     add("--phase", help="the one that is to be fast; by default the last one that trains")
     add("--budget", type=_seconds, default=1200.0, help="of time, e.g. 90s, 20m, 2h (20m)")
@@ -167,33 +169,27 @@ def _score_mistakes(recipe: Recipe, flags: argparse.Namespace) -> Iterator[str]:
 
 
 def _space_mistakes(job: TuneJob) -> Iterator[str]:
-    """Report each value of the space that is a mistake with the user's own files, and in every combination."""
-    space = {path: each if isinstance(each, list) else each.examples for path, each in (job.space or {}).items()}
-    for path, values in space.items():
-        root, numbers = path.partition(".")[0], [value for value in values if type(value) is int and value > 0]
-        if root not in {RANKS, THREADS, *Recipe.model_fields, *key_table()["keys"]}:
+    """Report the paths of the space that cannot be varied."""
+    for path, values in (job.space or {}).items():
+        root, is_list = path.partition(".")[0], isinstance(values, list)
+        if root not in {RANKS, *Recipe.model_fields, *key_table()["keys"]}:
             yield f"--space {path}: neither the recipe nor the engine file has a field {shown(root)}"
-        elif path in (RANKS, THREADS, MICRO) and numbers != values:
+        elif path in (RANKS, MICRO) and is_list and not all(type(value) is int and value > 0 for value in values):
             yield f"--space {path} is {shown(values)}: write whole numbers above 0"
         elif not job.metric and (path in (TRAIN, STEPS) or (path == RANKS and job.num_gpus)):
             yield f"--space {path} is fixed by the global batch, --num_gpus or --hostfile: drop it"
-        elif not job.metric and not isinstance((job.space or {})[path], list):
+        elif not job.metric and not is_list:
             yield f"--space {path} is a range, which only a search with --metric draws from: write a list"
         elif job.metric and set(path.split(".")) & _OF_THE_DATA:
             yield f"--space {path}: scores on other held-out examples could not be compared: drop it"
-        else:
-            for value in values:
-                others = islice(product(*space.values()), _MOST_COMBINATIONS)
-                wrong = _mistake(job, {path: value})
-                if wrong and all(_mistake(job, dict(zip(space, each, strict=True)) | {path: value}) for each in others):
-                    yield f"--space {path}, {shown(value)}: {wrong}"
 
 
-def _mistake(job: TuneJob, settings: dict[str, Any]) -> str:
-    """Say what is wrong with settings over the user's own files; nothing where nothing is."""
-    try:
-        recipe, _ = checked(job, ({STEPS: "auto"} if MICRO in settings and not job.metric else {}) | settings)
-        raise_mistakes(source_mistakes(recipe, job.trust))
-    except UserError as error:
-        return str(error)
-    return ""
+def _refused(job: TuneJob) -> list[str]:
+    """Return the first mistake where every combination is one, as for a misspelt path; others show in the table."""
+    space, mistakes = job.space or {}, Mistakes()
+    lists = [each if isinstance(each, list) else [int(each.low) if each.whole else each.low] for each in space.values()]
+    steps = {STEPS: "auto"} if MICRO in space and not job.metric else {}
+    for values in islice(product(*lists), _TRIED_BEFORE):
+        if mistakes.of(checked, job, steps | dict(zip(space, values, strict=True))):
+            return []
+    return [f"--space: {mistakes[0]}"]

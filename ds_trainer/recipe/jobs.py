@@ -4,7 +4,6 @@ A field that is named like a flag takes that flag's value, and checks it; the co
 """
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -136,13 +135,6 @@ class ValueRange(BaseModel):
         if self.whole and not (self.low.is_integer() and self.high.is_integer()):
             raise UserError("low and high must be whole numbers with whole")
         return self
-
-    @property
-    def examples(self) -> list[float]:
-        """Both ends, and a number between them, which shows a field that takes no fraction."""
-        if self.whole:
-            return [int(self.low), int(self.high)]
-        return [self.low, self.low + (self.high - self.low) / math.e, self.high]
 
 
 class TuneJob(CommandJob):

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from statistics import fmean, median
 from typing import Any
 
+from ds_trainer.engine.engine_file import MICRO
 from ds_trainer.files.messages import Row, aligned
 from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
@@ -79,8 +80,9 @@ class Search:
     ) -> Trial | None:
         """Return what becomes of a candidate; None where a trial would probably not end within this part of the budget.
 
-        Nothing is run for settings that are a mistake, were tried in other words, or were measured by an earlier call
-        of the same command. `again` numbers the trials after a candidate's first.
+        Nothing is run for settings that are a mistake, were tried in other words, ran out of memory with a smaller
+        micro-batch, or were measured by an earlier call of the same command. `again` numbers the trials after a
+        candidate's first.
         """
         try:
             key = trials.key_of(self.job, self.machine, settings)
@@ -89,6 +91,10 @@ class Search:
         known = next((trial for trial in self.trials if trial.key == key), None)
         if known and not again:
             return known
+        with_less = (trial for trial in self.trials if trial.settings.get(MICRO, math.inf) < settings.get(MICRO, 0))
+        for trial in with_less:
+            if trial.outcome == trials.NO_MEMORY and settings == trial.settings | {MICRO: settings[MICRO]}:
+                return self._noted(Trial(settings, trials.NO_MEMORY, f"as with {label(trial.settings)}", key=key))
         folder = self.job.output / "trials" / (f"{key[:12]}-{again}" if again else key[:12])
         name, record = label(settings), folder / "trial.json"
         trial = Trial(**read_object(record)) if record.is_file() else None
@@ -219,11 +225,10 @@ def write_results(job: TuneJob, tried: Sequence[Trial], best: Trial, note: str) 
     files = ["--deepspeed_config", str(job.output / ENGINE_FILE), "--recipe", str(job.output / RECIPE)]
     hosts = ["--hostfile", str(job.hostfile)] if job.hostfile else ["--num_gpus", str(best.settings[RANKS])]
     command = ["deepspeed", *hosts, "--module", "ds_trainer.cli.train", *files, *job.train_flags, "--output_dir", "OUT"]
-    threads = best.settings.get(trials.THREADS)
-    shell = (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(command)
     own = next((f"{trial.value:.4g}" for trial in tried[:1] if trial.value is not None), "none")
     summary = f"best: {label(best.settings)}: {best.value:.4g} {job.unit}, the user's own files {own}; {note}"
-    distributed.info(f"\n{aligned(list(rows(job, tried)))}\n\n{summary}\ntrain with:\n  {redacted(shell)}")
+    table, shell = aligned(list(rows(job, tried))), redacted(shlex.join(command))
+    distributed.info(f"\n{table}\n\n{summary}\ntrain with:\n  {shell}")
 
 
 def rows(job: TuneJob, tried: Sequence[Trial]) -> Iterator[Row]:

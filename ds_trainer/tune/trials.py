@@ -38,8 +38,8 @@ from ds_trainer.recipe.settings import assign
 from ds_trainer.tasks.data import hash_of
 from ds_trainer.tasks.registry import fingerprint_of
 
-RANKS, THREADS = "ranks", "threads"
-"""The settings that have no place in either file: the launcher's ranks, and OMP_NUM_THREADS of each."""
+RANKS = "ranks"
+"""The setting that has no place in either file: the launcher's ranks."""
 MEASURED, NO_MEMORY, HUNG, KILLED, REFUSED = "measured", "out of memory", "hung", "killed", "refused"
 NOT_FINITE, FAILED, ENDED_EARLY, NO_SCORE = "not finite", "failed", "ended early", "no score"
 _BY_EXIT_CODE = {
@@ -61,7 +61,7 @@ _WEIGHTS = ("*/model", "checkpoint-*", "*/checkpoint-*", "starting_models")
 """Of a run's folder, without the model of its last phase."""
 
 Settings = dict[str, Any]
-"""JSON values by the paths of `--set`, and by `RANKS` and `THREADS`."""
+"""JSON values by the paths of `--set`, and by `RANKS`."""
 CannotWin = Callable[[int, float], bool]
 """Takes step and score of an evaluation of the trial that runs."""
 
@@ -98,7 +98,7 @@ def files_with(job: TuneJob, settings: Settings) -> tuple[dict[str, Any], dict[s
     """Return the recipe and the engine file as the user wrote them, with the settings."""
     recipe, engine = copy.deepcopy((job.recipe_file, job.engine_file))
     for path, value in settings.items():
-        if path not in (RANKS, THREADS):
+        if path != RANKS:
             file = recipe if path.partition(".")[0] in Recipe.model_fields else engine
             assign(file, path.split("."), value, f"the setting {path}")
     return recipe, engine
@@ -117,7 +117,7 @@ def key_of(job: TuneJob, machine: Machine, settings: Settings) -> str:
     recipe, engine = checked(job, settings)
     phase = next(phase for phase in recipe.phases if phase.name == job.phase)
     run: list[Any] = [resolve_engine_file(engine, phase, settings[RANKS]), recipe.model_dump(exclude={"output_dir"})]
-    run += [settings[RANKS], settings.get(THREADS), job.metric, job.trial_steps, job.train_flags, machine.identity]
+    run += [settings[RANKS], job.metric, job.trial_steps, job.train_flags, machine.identity]
     return hash_of([*run, *contents_of([job.recipe_file, settings])])
 
 
@@ -209,10 +209,9 @@ def run_trial(job: TuneJob, settings: Settings, folder: Path, cannot_win: Cannot
     for name in ("log.jsonl", "status.json", "all_results.json"):  # those of an earlier call
         (folder / name).unlink(missing_ok=True)
     command = _command(job, settings, recipe, engine, folder)
-    threads = {"OMP_NUM_THREADS": str(settings[THREADS])} if settings.get(THREADS) else {}
     started, log, seen, trial = time.monotonic(), folder / "output.log", 0, None
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | threads, start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     try:
         while trial is None and process.poll() is None:
             time.sleep(_POLL)
