@@ -158,46 +158,31 @@ def test_keys_and_modules_choose_what_is_pruned():
         pruned(granularity="weight", modules=["*.query", "classifier"])
 
 
-class Unknown(nn.Module):
-    """A model whose blocks are of no known form."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.ModuleDict({"mix": nn.Linear(6, 6)}) for _ in range(2)])
-
-
 @pytest.mark.parametrize(
     ("family", "granularity", "modules", "message"),
     [
         ("deberta-v2", "hybrid", None, '"attention" prunes nothing of Deberta.* by head.* choose block, row'),
         ("bert", {"*.quary": "row"}, None, r'"\*\.quary" prunes nothing of Bert'),
-        ("bert", {"*": "row", "attention": "head"}, None, '"attention" prunes nothing'),
         ("bert", "head", ["*.query"], r"takes bert.*layer\.0\.attention\.self\.key, .* out"),
         ("bert", {"*.query": "block", "attention": "head"}, None, "head is of all matrices"),
-        ("unknown", {"attention": "row"}, None, '"attention" prunes nothing of Unknown by row.*unknown form'),
     ],
 )
 def test_what_cannot_be_done_on_a_model_is_refused(family, granularity, modules, message):
     """With the key of the granularity, the model, and what can be chosen."""
-    model = Unknown() if family == "unknown" else make_model(family)
     with pytest.raises(ValueError, match=message):
-        make_prune(granularity=granularity, modules=modules).attach(model)
+        make_prune(granularity=granularity, modules=modules).attach(make_model(family))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_step_keeps_exactly_the_scheduled_share(dtype):
-    """Within 0.1% of each matrix at every step, from constant scores (all tied) on."""
+def test_every_step_keeps_exactly_the_scheduled_share():
+    """Within 0.1% of each matrix at every step, from constant scores (all tied) on, in bf16."""
     prune = make_prune(final_threshold=0.1)
-    model = prune.attach(make_model().to(dtype))
+    model = prune.attach(make_model().bfloat16())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(11):
         prune.on_step(step)
         run(model).float().square().sum().backward()
-        for layer in prune.layers.values():
-            scores = layer.scores()
-            kept = layer.mask.times(torch.ones_like(scores), scores).float().sum() / scores.numel()
-            assert abs(float(kept) - prune.threshold) <= 0.001 + 0.5 / scores.numel()
-        assert prune.readings()["prune/density"] == pytest.approx(prune.threshold, abs=1e-3)
+        densities = [value for name, value in prune.readings().items() if name.startswith("prune/density")]
+        assert densities == pytest.approx([prune.threshold] * len(densities), abs=1e-3)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -325,7 +310,8 @@ def test_a_choice_over_all_layers_is_held_and_resumed(granularity):
     """
     spec = {"granularity": granularity, "mask_init": "kaiming", "final_threshold": 0.1, **GLOBAL}
     prune = make_prune(**spec)
-    model, masks = prune.attach(make_model()), []
+    prune.attach(make_model())
+    masks = []
     for step in range(11):
         prune.on_step(step)
         masks.append(next(iter(prune.layers.values())).mask)
@@ -334,27 +320,18 @@ def test_a_choice_over_all_layers_is_held_and_resumed(granularity):
     assert [step for step in range(1, 11) if masks[step] is not masks[step - 1]] == [4, 8, 10]
     other, shorter = make_prune(**spec), make_prune(total=7, **spec)
     for each in (other, shorter):
-        model = each.attach(make_model())
+        each.attach(make_model())
         each.resume(state)
         for layer in each.layers.values():
             layer.mask_scores.data.neg_()
         each.on_step(9)
-    assert other.state() == state
-    scores = {name: layer.mask_scores.detach().clone() for name, layer in shorter.layers.items()}
-    folded = shorter.fold(model)
-    if granularity == "weight":
-        kept = torch.cat([folded.get_submodule(name).weight.flatten() != 0 for name in scores])
-        order = torch.cat([values.flatten() for values in scores.values()]).argsort(descending=True, stable=True)
-        assert kept.nonzero().flatten().tolist() == sorted(order[: round(0.1 * len(order))].tolist())
-        assert shorter.readings()["prune/density"] == pytest.approx(0.1, abs=1e-4)
-    assert shorter.state() != state
+    assert other.state() == state != shorter.state()
 
 
 VIEWED = {
     "l0": {"pruning_method": "l0", "initial_threshold": 0.0},
-    "hybrid magnitude": {"granularity": "hybrid", "pruning_method": "magnitude"},
+    "magnitude": {"granularity": "hybrid", "pruning_method": "magnitude"},
     "global": GLOBAL,
-    "global hybrid": {"granularity": "hybrid", **GLOBAL},
 }
 
 
@@ -376,7 +353,7 @@ def stopped(_) -> None:
 def test_the_view_at_the_final_threshold(name):
     """It is the model as its last step would have it; the model's own answers and all that trains it stay as they are.
 
-    Also where a choice over all layers is held, in a run that goes on from its state, and where a stop ends the view.
+    Also where a choice over all layers is held, and where a stop ends the view.
     """
     spec = {"final_threshold": 0.3, "schedule": "linear"} | UNIFORM | VIEWED[name]
     plain = make_prune(**spec)
@@ -390,10 +367,6 @@ def test_the_view_at_the_final_threshold(name):
             plain.on_step(step)
             logits, view = outputs(prune, viewed, step)
             assert torch.equal(logits, run(model))
-        other = make_prune(evaluate_at_final_threshold=True, **spec)
-        resumed = other.attach(make_model()).eval()
-        other.resume(prune.state())
-        assert all(torch.equal(a, b) for a, b in zip(outputs(other, resumed, 5), (logits, view), strict=True))
         before = [layer.mask for layer in prune.layers.values()], prune.state()
         with pytest.raises(InterruptedError):
             prune.views(Forward(None, logits, 0), stopped)
