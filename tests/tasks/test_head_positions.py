@@ -88,36 +88,20 @@ def test_logits_gradients_and_hidden_states_are_those_of_the_plain_model(name: s
 
 
 @torch.no_grad()
-def test_a_forward_that_raised_leaves_nothing_behind() -> None:
-    """Neither the model nor its encoder alone remembers the positions."""
-    model = take_head_positions(build("bert"))
+@pytest.mark.parametrize("name", ["bert", "deberta_v2"])
+def test_hooks_take_tuples_forget_after_an_error_and_are_a_copys_own(name: str) -> None:
+    """A model that is asked for tuples gives its logits first. Neither it nor its encoder remembers positions."""
+    model = take_head_positions(build(name))
+    expected = model(**inputs()).logits.flatten(0, 1)[POSITIONS]
+    twin = copy.deepcopy(model)
+    assert len({id(next(iter(each._forward_pre_hooks.values())).__self__) for each in (model, twin)}) == 2
     with pytest.raises(IndexError):
         model(torch.full((1, 6), 999), head_positions=POSITIONS)
     assert model.base_model(**inputs()).last_hidden_state.shape == (3, 6, 16)
     assert model(**inputs()).logits.shape == (3, 6, 40)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["bert", "deberta_v2"])
-def test_tuples_are_understood(name: str) -> None:
-    """A model that is asked for tuples gives its logits first; DeBERTa's encoder gives one too."""
-    model = take_head_positions(build(name))
-    expected = model(**inputs()).logits.flatten(0, 1)[POSITIONS]
-    found = model(**inputs(), head_positions=POSITIONS, return_dict=False)
-    assert isinstance(found, tuple)
-    torch.testing.assert_close(found[0][0], expected)
-
-
-@torch.no_grad()
-def test_a_copy_has_hooks_of_its_own() -> None:
-    """A deep copy takes positions too, without touching the first."""
-    model = take_head_positions(build("gpt2"))
-    twin = copy.deepcopy(model)
-    states = {id(next(iter(m._forward_pre_hooks.values())).__self__) for m in (model, twin)}
-    assert len(states) == 2
-    torch.testing.assert_close(
-        twin(**inputs(), head_positions=POSITIONS).logits, model(**inputs(), head_positions=POSITIONS).logits
-    )
+    for each in (model, twin):
+        logits = each(**inputs(), head_positions=POSITIONS, return_dict=False)[0]
+        torch.testing.assert_close(logits[0], expected)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "bart"])

@@ -88,19 +88,6 @@ def test_a_conll_file_is_read_as_stated(case: str, tmp_path: Path) -> None:
     assert training_texts(spec) == ["".join(f" {word}" for word in words) for words, _ in expected]
 
 
-def test_a_broken_conll_file_is_one_error_with_its_line(tmp_path: Path) -> None:
-    """And what is wrong with the first sentence is known before torch is loaded."""
-    for text, message in (
-        ("a\tO\nb\n", r"a\.conll, line 2: 1 fields where 2 are expected \('b'\): write the word first"),
-        ("a O\nNew York O\n", r"a\.conll, line 2: 3 fields where 2 are expected"),
-        ("\n \t\n", r"a\.conll has no examples"),
-    ):
-        spec = spec_of(tmp_path, text)
-        with pytest.raises(ValueError, match=message):
-            read(spec)
-        assert len(check_data_files(spec)) == 1, "both splits are this file"
-
-
 UNIVERSAL = """# text = We are to go.
 1-2\twe're\t_\t_\t_
 1\twe\tPRON\tX\t_
@@ -131,17 +118,22 @@ def test_the_columns_of_a_conll_file_can_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
+        ("a\tO\nb\n", {}, r"a\.conll, line 2: 1 fields where 2 are expected \('b'\): write the word first"),
+        ("a O\nNew York O\n", {}, r"a\.conll, line 2: 3 fields where 2 are expected"),
+        ("\n \t\n", {}, r"a\.conll has no examples"),
+        ("a\tO\n", {"tag_column": 2}, r"word_column is 0, and tag_column 2: name two of the 2 fields, 0 to 1"),
         ("O\tthe\nB-x\train\nO\tfalls\n", {}, r"has the words 'O', 'B-x', and the tags 'the', 'rain', 'falls': name"),
         (UNIVERSAL, {}, r"a\.conll has the words '1-2', '1', '2' and 2 more, and the tags '_': name the columns"),
-        ("a\tO\n", {"tag_column": 2}, r"word_column is 0, and tag_column 2: name two of the 2 fields, 0 to 1"),
     ],
 )
-def test_columns_that_hold_no_words_or_no_tags_are_told(
-    text: str, fields: dict[str, Any], message: str, build: Any
+def test_a_broken_file_and_columns_that_hold_no_words_or_no_tags_are_told(
+    text: str, fields: dict[str, Any], message: str, build: Any, tmp_path: Path
 ) -> None:
-    """A tagger of words as tags would have an accuracy of 1: the error shows what the columns hold."""
+    """A tagger of words as tags would have an accuracy of 1. A broken line is known before torch is loaded."""
     with pytest.raises(ValueError, match=message):
         build(text, **fields)
+    mistakes = check_data_files(spec_of(tmp_path, text, **fields))
+    assert len(mistakes) == ("has the" not in message), "both splits are this file"
 
 
 def test_columns_of_words_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
