@@ -82,15 +82,19 @@ MUTANTS = [
         "return total if",
         "torch.stack(weighted).sum() / sum(weights)",
         "torch.stack(weighted).sum()",
+        "total / sum(layers)",
+        "total",
     ),
     (
         "return [*map(float, self.layers), float(depth)] if joint",
         "return [1.0] * (heads + 1) if joint",
         "weights = [*self.layers, self.depth][: len(values)]",
         "weights = [1.0] * len(values)",
+        "layer * loss for layer, loss in zip(layers",
+        "loss for layer, loss in zip(layers",
     ),
     # distillation
-    ("teacher.detach().clone()", "teacher.detach()"),
+    ("_compared(outcomes.log(), teacher_log.clone(), kind)", "_compared(outcomes.log(), teacher_log, kind)"),
     # cuts
     ("self.products += squared - crossed - crossed.mT", "self.products += squared - crossed"),
     ('self.diagonal -= torch.einsum("agi,agj->gij", row, solved)', "pass"),
