@@ -155,7 +155,7 @@ class LmSpec(TaskBase):
     word_mask: Fraction = Field(0.8, description="share of those that the mask token replaces")
     word_keep: Fraction = Field(0.1, description="share that stays as it is")
     word_rand: Fraction = Field(0.1, description="share that a random token replaces")
-    mlm_smoothing: float = Field(0.7, ge=0, description="tokens are chosen with weight count ** -mlm_smoothing")
+    mlm_smoothing: float = Field(0.7, ge=0, le=10, description="tokens are chosen with weight count ** -mlm_smoothing")
     head_positions: Literal["labels", "all"] = Field("labels", description="where mlm logits are computed")
 
     def mistakes(self) -> Iterator[str]:

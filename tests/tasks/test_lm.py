@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -120,6 +121,17 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
         hashes.append(records(spec_of(tmp_path / folder, "?.txt"), "train").fingerprint())
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 3
+
+
+def test_a_hub_data_set_gives_its_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blank rows are left out, and a check leaves the hub alone."""
+    spec = LmSpec(name="clm", dataset="owner/name/part")
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    assert check_data_files(spec) == []
+    hub = datasets.Dataset.from_dict({"text": ["", "a", "b\nc"], "number": [1, 2, 3]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: hub)
+    assert read(spec) == ["a", "b\nc"]
+    assert records(spec, "train").fingerprint() == hub._fingerprint
 
 
 # Conversations

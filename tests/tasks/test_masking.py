@@ -70,20 +70,6 @@ def test_rare_tokens_are_chosen_by_the_law(smoothing: float) -> None:
         assert within(int(found), rows, chance)
 
 
-@pytest.mark.parametrize("smoothing", [200.0, 1e300])
-def test_no_smoothing_is_so_large_that_nothing_is_chosen(smoothing: float) -> None:
-    """Rows of frequent tokens alone have their labels, of which none is special; beside a rare one it goes first."""
-    counts = np.full(VOCABULARY, 10**9)
-    counts[3] = 1
-    tokens = np.array([[0, 4, 5, 6, 1], [0, 4, 3, 6, 1]])
-    rule = rule_of(counts, smoothing)
-    for draw in range(50):
-        _, chosen = mask_tokens(rule, tokens, np.ones_like(tokens), np.arange(2), draw)
-        assert chosen.sum(axis=1).tolist() == [1, 1]
-        assert not chosen[np.isin(tokens, SPECIAL)].any()
-        assert chosen[1, 2]
-
-
 def test_two_are_drawn_one_after_the_other() -> None:
     """Without replacement: a pair's chance is that of either order, each draw in proportion to what is left."""
     weights, rows = np.array([1.0, 2.0, 5.0]), 20_000

@@ -11,10 +11,6 @@ import numpy as np
 from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.data import Array
 
-_LEAST_WEIGHT = 1e-300
-"""The smallest weight of a token that can be chosen. Arrival times in `choose` are at most 37 / weight, and must stay
-finite, since infinity marks tokens that are never chosen."""
-
 
 @dataclass(frozen=True)
 class TokenMasking:
@@ -32,11 +28,11 @@ class TokenMasking:
 
 
 def token_weights(counts: Array, smoothing: float, special: Array) -> Array:
-    """Return count ** -smoothing for each token id, and 0 for the ids in `special` alone, however large the smoothing.
+    """Return count ** -smoothing for each token id, and 0 for the ids in `special`.
 
     A token that never occurs is treated as if it occurred once.
     """
-    weights = np.maximum(np.maximum(counts, 1).astype(np.float64) ** -smoothing, _LEAST_WEIGHT)
+    weights = np.maximum(counts, 1).astype(np.float64) ** -smoothing
     weights[special] = 0
     return weights
 
