@@ -130,21 +130,17 @@ def test_the_terms_are_those_of_their_papers(spec, student, teacher, tmp_path):
         assert float(value.detach()) > 1e-5, name
 
 
-def test_the_teacher_learns_nothing_and_the_student_follows(spec, student, teacher, tmp_path):
-    """Gradient descent lowers every term. The teacher's weights stay the folder's, bit for bit, without a gradient; the
-    student's parameters are its own and a projection, which folding takes away again."""
+def test_the_teacher_learns_nothing(spec, student, teacher, tmp_path):
+    """Its weights are the folder's, in evaluation mode, and get no gradient; the student's parameters, which get one,
+    are its own and a projection, which folding takes away again."""
     _, model, technique, batch = distillation(spec, student, teacher, tmp_path, terms=ALL)
     plain = AutoModelForSequenceClassification.from_pretrained(student)
     names = {name for name, _ in model.named_parameters()} - {name for name, _ in plain.named_parameters()}
     assert names == {"distill_projection.weight", "distill_projection.bias"}
-    optimizer, values = torch.optim.Adam(model.parameters(), lr=1e-2), []
-    for _ in range(12):
-        optimizer.zero_grad()
-        terms = terms_of(model, technique, batch)
-        torch.stack(list(terms.values())).sum().backward()
-        values.append({name: float(value.detach()) for name, value in terms.items()})
-        optimizer.step()
-    assert all(values[-1][name] < 0.9 * values[0][name] for name in values[0])
+    for value in terms_of(model, technique, batch).values():
+        (gradient,) = torch.autograd.grad(value, model.bert.embeddings.word_embeddings.weight, retain_graph=True)
+        assert gradient.any()
+    sum(terms_of(model, technique, batch).values()).backward()
     module = technique._teacher._model
     kept = load_file(Path(teacher) / "model.safetensors")
     assert all(torch.equal(kept[name], value) for name, value in module.named_parameters())

@@ -73,21 +73,17 @@ def said_by_heads(model: Any, forward: Forward) -> list[Tensor]:
     return said
 
 
-@pytest.mark.parametrize("kind", ["classes", "scores"])
 @pytest.mark.parametrize(("training", "layers"), [("heads", None), ("joint", None), ("joint", [2])])
 def test_heads_learn_the_sum_of_their_losses_or_a_mean_weighted_by_layer(
-    sources, kind, training, layers, tmp_path, monkeypatch
+    sources, training, layers, tmp_path, monkeypatch
 ):
     """Alone their sum; jointly PABEE's sum of j * loss_j over sum of j, the model's own head included as the last. No
     tensor is made of numbers meanwhile: on a GPU each would be a synchronisation."""
-    _, model, technique, forward = attached(sources[kind], tmp_path, training=training, layers=layers)
-    said, labels = said_by_heads(model, forward), forward.batch.labels
+    _, model, technique, forward = attached(sources["classes"], tmp_path, training=training, layers=layers)
+    said = said_by_heads(model, forward)
     if training == "joint":
         said.append(forward.out.logits)
-    if kind == "classes":
-        losses = [F.cross_entropy(one, labels) for one in said]
-    else:
-        losses = [(one.squeeze(-1) - labels).square().mean() for one in said]
+    losses = [F.cross_entropy(one, forward.batch.labels) for one in said]
     weights = [*(layers or [1, 2, 3]), 4] if training == "joint" else [1] * len(said)
     expected = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
     with monkeypatch.context() as context:
