@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from support.tiny_tokenizers import byte_level
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from ds_trainer.models.folders import train_tokenizer
@@ -73,22 +73,16 @@ def word_pieces() -> Any:
     )
 
 
-_SPECIALS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-_SPECIALS |= {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
-
-
 def _byte_pairs() -> Any:
     return byte_level(TEXTS, 500, ["<pad>", "<s>", "</s>", "<unk>", "<mask>"])
 
 
 def roberta_tokenizer() -> Any:
     """`<s> q </s></s> c </s>`, offsets trimmed of the space before a word."""
-    backend = _byte_pairs()
-    backend.post_processor = processors.RobertaProcessing(
-        ("</s>", 2), ("<s>", 1), trim_offsets=True, add_prefix_space=False
-    )
-    names = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **_SPECIALS)
+    backend, names = _byte_pairs(), ["input_ids", "attention_mask"]
+    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 1), add_prefix_space=False)
+    special = {"cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **special)
 
 
 def gpt2_tokenizer() -> Any:
@@ -97,27 +91,10 @@ def gpt2_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=_byte_pairs(), model_input_names=names, eos_token="</s>")
 
 
-def deberta_tokenizer() -> Any:
-    """Unigram over text with its spaces as `▁`, token types by side."""
-    backend = Tokenizer(models.Unigram())
-    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " ")])
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    specials = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
-    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=specials, unk_token="<unk>", show_progress=False)
-    backend.train_from_iterator(TEXTS, trainer)
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **_SPECIALS)
-
-
 TOKENIZERS: dict[str, Callable[[], Any]] = {
     "word pieces": word_pieces,
     "roberta": roberta_tokenizer,
     "gpt2": gpt2_tokenizer,
-    "deberta": deberta_tokenizer,
 }
 
 
