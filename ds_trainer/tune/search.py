@@ -91,10 +91,10 @@ class Search:
         known = next((trial for trial in self.trials if trial.key == key), None)
         if known and not again:
             return known
-        with_less = (trial for trial in self.trials if trial.settings.get(MICRO, math.inf) < settings.get(MICRO, 0))
-        for trial in with_less:
-            if trial.outcome == trials.NO_MEMORY and settings == trial.settings | {MICRO: settings[MICRO]}:
-                return self._noted(Trial(settings, trials.NO_MEMORY, f"as with {label(trial.settings)}", key=key))
+        with_less = (each for each in self.trials if each.settings.get(MICRO, math.inf) < settings.get(MICRO, 0))
+        for each in with_less:
+            if each.outcome == trials.NO_MEMORY and settings == each.settings | {MICRO: settings[MICRO]}:
+                return self._noted(Trial(settings, trials.NO_MEMORY, f"as with {label(each.settings)}", key=key))
         folder = self.job.output / "trials" / (f"{key[:12]}-{again}" if again else key[:12])
         name, record = label(settings), folder / "trial.json"
         trial = Trial(**read_object(record)) if record.is_file() else None
