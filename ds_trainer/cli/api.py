@@ -2,21 +2,19 @@
 
 Every function checks its arguments as the command checks its flags, and makes the same call. A model trained here is,
 bit by bit, the one that the command trains, and the same lines are shown. A checkpoint of a run can be given wherever
-a model folder can. An error names the argument where the command's names a flag.
+a model folder can. An error names the flag of the command; an argument is the flag without its dashes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_trainer.cli import evaluate as evaluating
 from ds_trainer.cli import export as exporting
 from ds_trainer.cli import train as training
-from ds_trainer.files.messages import aligned
 from ds_trainer.ranks.distributed import show_log
 from ds_trainer.recipe.jobs import Trust, trusting
 from ds_trainer.recipe.recipe import Recipe
@@ -30,19 +28,10 @@ JsonFile = str | Path | Mapping[str, Any]
 
 _NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _ENGINE_FILE = dict.fromkeys(_NUMBERS, "auto")
-_SWITCH, _FLAG = re.compile(r"--(overwrite|resume)\w*"), re.compile(r"--(\w+)")
-"""The flags that are switches in Python, and all others, in the errors of the commands."""
 
 
-class Results(dict[Any, Any]):
-    """A dict of results, of which a notebook shows a table, since all that it holds would fill a page."""
-
-    def __repr__(self) -> str:
-        return aligned([{"name": name, "value": text} for name, text in _texts(self)])
-
-
-class PhaseResults(Results):
-    """The results of a run by phase."""
+class PhaseResults(dict[str, Any]):
+    """The results of a run by phase, of which a notebook shows a table, since all that they hold would fill a page."""
 
     def __repr__(self) -> str:
         from ds_trainer.report.results import results_table
@@ -50,21 +39,6 @@ class PhaseResults(Results):
         return results_table(self)
 
 
-@contextlib.contextmanager
-def _in_python() -> Iterator[None]:
-    """Show the log, and name arguments in place of flags in the errors that this library foresees."""
-    show_log()
-    try:
-        yield
-    except Exception as error:
-        if hasattr(error, "exit_code"):
-            texts = [str(error), *getattr(error, "__notes__", [])]
-            message, *error.__notes__ = (_FLAG.sub(r"\1", _SWITCH.sub(r"\1=True", text)) for text in texts)
-            error.args = (message,)
-        raise
-
-
-@_in_python()
 def train(
     recipe: Recipe | JsonFile,
     output_dir: str | Path,
@@ -73,12 +47,13 @@ def train(
     overwrite: bool = False,
     resume: bool = False,
     plugins: Sequence[str] = (),
-) -> Results:
+) -> PhaseResults:
     """Train a recipe, as `launch/train.py` does; returns the results by phase. The model is `output_dir/model`.
 
     Without `deepspeed_config` the engine file is that of ZeRO stage 0 in fp32, with all numbers "auto". Further `flags`
     are those of the command, such as "--cache_dir", "DIR". Raises UserError with every mistake.
     """
+    show_log()
     switches = ["--overwrite_output_dir"] * overwrite + ["--resume"] * resume
     words = [*flags, *switches, *(f"--plugin={plugin}" for plugin in plugins)]
     files = {"recipe": recipe, "deepspeed_config": deepspeed_config or _ENGINE_FILE}
@@ -86,19 +61,17 @@ def train(
     return PhaseResults(training.train(job))
 
 
-@_in_python()
-def evaluate(model: str | Path, *flags: str, recipe: Recipe | JsonFile | None = None, **task: Any) -> Results:
+def evaluate(model: str | Path, *flags: str, recipe: Recipe | JsonFile | None = None, **task: Any) -> dict[Any, Any]:
     """Score a model folder, or a checkpoint, as `launch/evaluate.py` does: `evaluate("OUT/model", name="sst2", ...)`.
 
     `task` are the fields of a recipe's task, beside those of the last phase of `recipe`. Without both, a checkpoint is
     scored on its phase's task. The scores are printed, too. With "--all_checkpoints" they are returned by step.
     """
-    job = evaluating.read_evaluate_job([str(model), *flags], recipe=recipe, fields=task)
-    return Results(evaluating.evaluate(job))
+    show_log()
+    return evaluating.evaluate(evaluating.read_evaluate_job([str(model), *flags], recipe=recipe, fields=task))
 
 
-@_in_python()
-def shrink(model: str | Path, output_dir: str | Path, *flags: str, overwrite: bool = False) -> Results:
+def shrink(model: str | Path, output_dir: str | Path, *flags: str, overwrite: bool = False) -> dict[str, Any]:
     """Cut the heads and neurons that are wholly zero out of a model, as `launch/export.py --shrink` does.
 
     `model` is a model folder or a checkpoint. Writes an ordinary, smaller model folder; returns the export's report.
@@ -106,7 +79,6 @@ def shrink(model: str | Path, output_dir: str | Path, *flags: str, overwrite: bo
     return _exported(model, flags, output_dir=output_dir, overwrite=overwrite, shrink=True)
 
 
-@_in_python()
 def cut(
     model: str | Path,
     output_dir: str | Path,
@@ -115,7 +87,7 @@ def cut(
     recipe: Recipe | JsonFile | None = None,
     overwrite: bool = False,
     **task: Any,
-) -> Results:
+) -> dict[str, Any]:
     """Cut a trained model without training, as `launch/export.py --cut` does: `cut("M", "OUT", 0.5, recipe="R")`.
 
     `spec` is the share of heads and neurons to keep, or the fields of a phase's cut. It is fitted to training examples
@@ -142,15 +114,6 @@ def load_model(folder: str | Path, *, allow_pickle: bool = False, trust_remote_c
         return load_for_inference(folder)
 
 
-def _exported(model: str | Path, flags: Sequence[str], **given: Any) -> Results:
-    return Results(exporting.export(exporting.read_export_job([str(model), *flags], **given)))
-
-
-def _texts(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values as texts, with those of dicts in them, by names such as "scores.cut.accuracy"; no lists."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _texts(value, f"{prefix}{name}.")
-        elif not isinstance(value, list):
-            form = ".4f" if isinstance(value, float) else "," if type(value) is int else ""
-            yield f"{prefix}{name}", format(value, form)
+def _exported(model: str | Path, flags: Sequence[str], **given: Any) -> dict[str, Any]:
+    show_log()
+    return exporting.export(exporting.read_export_job([str(model), *flags], **given))

@@ -166,18 +166,15 @@ def report_command(arguments: Sequence[str]) -> None:
 
 
 def _as_given(arguments: Sequence[str], given: Mapping[str, Any]) -> str:
-    """Return the training command without what the launcher adds to it; where it ran is in the report of the ranks.
+    """Return the training command without what a launcher adds to it.
 
     A file that a Python program gave as an object is named by the copy that the run writes into its folder.
     """
-    local, world = distributed.local_world_size(), distributed.world_size()
-    ranks = ["--num_gpus", str(world)] if local == world else []
-    launcher = ["ds-train"] if world == 1 else ["deepspeed", *ranks, "--module", "ds_trainer.cli.train"]
-    words = [word for word in arguments if "--local_rank" not in word]
+    words = ["ds-train", *(word for word in arguments if "--local_rank" not in word)]
     for name, value in given.items():
         place = value if isinstance(value, str | Path) else f"{given['output_dir']}/{name}.json"
         words += [f"--{name}", str(place)]
-    return shlex.join([*launcher, *words])
+    return shlex.join(words)
 
 
 if __name__ == "__main__":  # `deepspeed --module ds_trainer.cli.train`
