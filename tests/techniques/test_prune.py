@@ -104,11 +104,9 @@ def test_heads_and_neurons_are_masked_and_folded(family):
                     assert torch.equal((parts != 0).any(2).all(0), open_gates)
 
 
-@pytest.mark.parametrize(("method", "threshold"), [("l0", 1.0), ("sigmoied_threshold", 0.5)])
-def test_gates_of_heads_and_neurons_are_folded(method, threshold):
-    """Gates between 0 and 1 as they are at evaluation, and those that a threshold lets through."""
-    spec = {"mask_init": "uniform", "mask_scale": 5.0, "final_threshold": threshold}
-    prune, model = pruned(pruning_method=method, **spec)
+def test_gates_of_heads_and_neurons_are_folded():
+    """Gates between 0 and 1 as they are at evaluation."""
+    prune, model = pruned(pruning_method="l0", mask_init="uniform", mask_scale=5.0, final_threshold=1.0)
     with torch.no_grad():
         expected = run(model)
     density, folded = prune.readings()["prune/density"], prune.fold(model)
@@ -449,14 +447,8 @@ def test_too_short_a_way_for_the_scores_of_single_weights_is_told():
         assert make_prune(**spec).check("AdamW", 0.1) is None
 
 
-OPTIMIZERS = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-2, weight_decay=0.1),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, 1e-2, momentum=0.9, nesterov=True),
-}
-
-
-@pytest.mark.parametrize(("family", "optimizer"), [("bert", "adamw"), ("modernbert", "sgd"), ("gpt2", "adamw")])
-def test_zeros_stay_and_all_else_is_trained(family, optimizer):
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_zeros_stay_and_all_else_is_trained(family):
     """After three steps the zeros are where they were, every layer's other weights have moved, and no more is saved."""
     model = make_model(family)
     for linear in encoder_linears(model).values():
@@ -465,7 +457,7 @@ def test_zeros_stay_and_all_else_is_trained(family, optimizer):
     technique = KeepZeros(True, PhaseLength(10, 0, 0), task=None)
     model = technique.attach(model)
     technique.start(torch.device("cpu"))
-    steps = OPTIMIZERS[optimizer](model.parameters())
+    steps = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
     for _ in range(3):
         run(model).square().sum().backward()
         steps.step()
