@@ -8,12 +8,11 @@ import torch
 import transformers
 from support.calibrated import calibration, inputs_seen
 from support.launching import chosen
-from support.zeroed import FAMILIES, KIN, bare_of, empty, model_of, uneven
+from support.zeroed import FAMILIES, KIN, bare_of, model_of
 
 from ds_trainer.cuts.blocks import cut_places
 from ds_trainer.cuts.layerwise import with_grams
 from ds_trainer.models.layers import encoder_linears, layers_of
-from ds_trainer.models.shrink import shrink
 from ds_trainer.recipe.cut_specs import CutSpec
 
 SPEC = CutSpec(keep=0.5)
@@ -55,15 +54,6 @@ def test_sums_are_those_of_the_whole_model(family: str) -> None:
 def test_what_the_model_does_between_its_layers_is_done(family: str, fields: dict[str, Any]) -> None:
     """A convolution after the first layer, masks that differ from layer to layer, and without fused attention."""
     check(bare_of(family, **fields), calibration(3))
-
-
-def test_the_layers_of_a_model_with_emptied_blocks_are_seen() -> None:
-    """A model that was cut unevenly before: no sums of the blocks that it has no more."""
-    for family in ("bert", "llama", "gpt2"):
-        whole = model_of(family)
-        cut = shrink(empty(whole, uneven(whole)))
-        assert len(cut_places(cut, SPEC)) == 4
-        check(cut, calibration(3))
 
 
 def test_one_layer_at_a_time_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

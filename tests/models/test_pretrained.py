@@ -57,24 +57,19 @@ def without(part: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda weights: {name: value for name, value in weights.items() if part not in name}
 
 
-def reshaped(part: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda weights: {k: torch.cat([v, v]).contiguous() if part in k else v for k, v in weights.items()}
-
-
 HEADS: list[tuple[str, HeadKind, str, str]] = [
     ("BertForQuestionAnswering", ANSWERER, "qa_outputs.", "qa_outputs.bias, qa_outputs.weight"),
     ("BertForMaskedLM", MASKED_LM, "transform.dense.weight", "cls.predictions.transform.dense.weight"),
 ]
 
 
-@pytest.mark.parametrize("change", [without, reshaped])
 @pytest.mark.parametrize(("name", "kind", "part", "named"), HEADS)
 def test_a_head_that_the_config_claims_must_be_in_the_weights(
-    name: str, kind: HeadKind, part: str, named: str, change: Any, folder_of: Any
+    name: str, kind: HeadKind, part: str, named: str, folder_of: Any
 ) -> None:
-    """Missing or of another shape, it would be scored at random: its weights are named instead."""
+    """A missing one would be scored at random: its weights are named instead."""
     assert load_with_head(folder_of(name), kind)
-    folder = folder_of(name, change(part))
+    folder = folder_of(name, without(part))
     with pytest.raises(UserError, match=rf"{named} of the head are missing or of another shape.*take {name} out"):
         load_with_head(folder, kind)
     config = json.loads((folder / "config.json").read_text())
@@ -82,16 +77,13 @@ def test_a_head_that_the_config_claims_must_be_in_the_weights(
     assert load_with_head(folder, kind), "as the message says"
 
 
-@pytest.mark.parametrize("change", [without, reshaped])
-def test_a_classifier_that_the_config_claims_must_be_in_the_weights(
-    change: Any, folder_of: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_classifier_that_the_config_claims_must_be_in_the_weights(folder_of: Any, tmp_path: Path) -> None:
     """Where its classes fit and it would be kept; one of other classes is new either way. The pooler may be new."""
     spec = write_csv(tmp_path, ["a", "a", "b"])
     name = "BertForSequenceClassification"
-    for folder in (folder_of(name, without("pooler")), folder_of(name, change("classifier."), num_labels=3)):
+    for folder in (folder_of(name, without("pooler")), folder_of(name, without("classifier."), num_labels=3)):
         assert build_task(spec, folder, tmp_path / "cache").build_model(folder)
-    folder = folder_of(name, change("classifier."))
+    folder = folder_of(name, without("classifier."))
     task = build_task(spec, folder, tmp_path / "cache")
     with pytest.raises(UserError, match=r"classifier\.bias, classifier\.weight of the head are missing"):
         task.build_model(folder)
