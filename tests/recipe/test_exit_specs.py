@@ -17,10 +17,6 @@ def with_exits(loss: Any = None, others: Any = None, task: Any = None, **exits: 
     return {"phases": [phase | ({} if loss is None else {"loss": loss})]} | ({} if task is None else {"task": task})
 
 
-def joint(loss: Any = None, **more: Any) -> dict[str, Any]:
-    return with_exits(loss, training="joint", **more)
-
-
 def phase_of(data: dict[str, Any]) -> Phase:
     (phase,) = parse_recipe(data).phases
     return phase
@@ -42,9 +38,9 @@ SST2 = {"name": "sst2", "data_dir": "a"}
     [
         (with_exits(), {"task": 0.0, "exits.heads": 1.0}),
         (with_exits({"task": 0.5, "exits.heads": 2.0}), {"task": 0.5, "exits.heads": 2.0}),
-        (joint({"task": 0.5}), {"task": 0.5, "exits.heads": 1.0}),
-        (joint(others=WITH_CE), {"task": 0.3, "distill.logits": 0.7, "exits.heads": 1.0}),
-        (joint(others=PRUNE), {"task": 0.0, "prune.penalty": 20.0, "exits.heads": 1.0}),
+        (with_exits({"task": 0.5}, training="joint"), {"task": 0.5, "exits.heads": 1.0}),
+        (with_exits(others=WITH_CE, training="joint"), {"task": 0.3, "distill.logits": 0.7, "exits.heads": 1.0}),
+        (with_exits(others=PRUNE, training="joint"), {"task": 0.0, "prune.penalty": 20.0, "exits.heads": 1.0}),
     ],
 )
 def test_the_loss_table_has_the_heads_in_it(data, table):
