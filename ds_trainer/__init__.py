@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ds_trainer.tasks.task import Task
     from ds_trainer.techniques.technique import Technique
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 __all__ = ["Recipe", "StoppedError", "Task", "Technique", "UserError"]
 __all__ += ["cut", "evaluate", "load_model", "shrink", "train"]
 _MODULES = dict.fromkeys(__all__, "ds_trainer.cli.api") | {"Recipe": "ds_trainer.recipe.recipe"}

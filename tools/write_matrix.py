@@ -40,10 +40,10 @@ OF_MODELS = {
     "cut of heads, neurons": "tests/cuts/test_blocks.py::test_every_family_is_cut",
     "cut of weights": "tests/cuts/test_weights.py::test_every_matrix_keeps_its_share_of_every_family",
     "cut of layers, width": "tests/cuts/test_sizes.py::test_a_cut_(decoder|encoder)_is_a_plain_folder",
-    "cut of tokens": "tests/cuts/test_vocabulary.py::test_(logits_are_those|heads_over_the_vocabulary)",
+    "cut of tokens": "tests/cuts/test_vocabulary.py::test_logits_of_tokens_that_stay",
     "student of its layers": "tests/models/test_student.py::test_layers_of_any_family_are_copied",
     "exits": "tests/techniques/test_early_exit.py::test_a_batch_leaves_as_its_texts_do_alone",
-    "ONNX": "tests/deploy/test_onnx_file.py::test_(families|names_are_the_models_own)",
+    "ONNX": "tests/deploy/test_onnx_file.py::test_families",
 }
 """What is done with a model, and the tests of it by family."""
 MADE_FOR = {"exits": "encoders"}
@@ -71,7 +71,7 @@ OF_TASKS = {
     ),
     "exits": (
         _EXITS_RUN.format("all"),
-        "tests/techniques/test_exits.py::test_heads_learn_the_sum_of_their_losses_or_a_mean_weighted_by_layer[joint-None-scores]",
+        "tests/techniques/test_exits.py::test_heads_learn_the_sum_of_their_losses_or_a_mean_weighted_by_layer[joint-None]",
         _EXITS_RUN.format("stages"),
         *["labels only"] * 3,
     ),
@@ -82,7 +82,7 @@ OF_TASKS = {
         *[_CALIBRATED.format(task) for task in ("squad", "mlm", "clm")],
     ),
     "ONNX": (
-        "tests/cli/test_export_command.py::test_a_share_is_cut_scored_and_exported_as_onnx",
+        "tests/deploy/test_onnx_file.py::test_batch_and_length_are_free[cls]",
         "",
         "tests/deploy/test_onnx_file.py::test_families[modernbert]",
         "tests/cli/test_export_command.py::test_squad_is_scored_by_the_files",
