@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exit_models import (
+from support.exit_folders import (
     AT_ONCE,
     BUCKETS,
     FAMILIES,
@@ -177,7 +177,7 @@ def test_a_batch_leaves_as_its_texts_do_alone(family, attention, criterion):
     at = left_at(model.policy, logits)
     expected = EarlyExitOutput(logits=logits[at, torch.arange(len(at))], exit_layers=torch.tensor(model.layers)[at])
     check_same(out, expected)
-    assert not out.logits.requires_grad
+    assert not out.logits.is_inference()
     for more in (1, 20):
         wide = torch.nn.functional.pad(ids, (0, more), value=pad_of(family))
         check_same(model(wide, torch.nn.functional.pad(mask, (0, more))), expected)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.exit_folders import CLASSES, LENGTH, TAGS, make_folder, plan_for, spec_of
-from support.exit_models import randomise
+from support.exit_folders import CLASSES, LENGTH, TAGS, make_folder, plan_for, randomise, spec_of
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
 
