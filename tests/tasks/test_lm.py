@@ -384,7 +384,7 @@ def test_long_documents_are_split_and_lose_nothing(kind: str, build: Any) -> Non
 
     But for a last part of one token, of which nothing can be predicted.
     """
-    length = 9
+    length = 8  # at which the last part of one of the lines has one token, as GPT-2 has them
     task = build(kind, min_seq_length=0, max_seq_length=length)
     tokenizer, rows = task.tokenizer, rows_of(task)
     assert max(map(len, rows)) <= length
