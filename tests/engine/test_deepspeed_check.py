@@ -1,8 +1,7 @@
 """What only DeepSpeed's engine refuses, and a schedule that undoes the groups' rates, end a run before it writes.
 
 As a script, this file checks engine files on one rank: `test_deepspeed_check.py [[FILE, RATES], ...] OUT` writes, for
-each, the error that it is refused by, or null; then what the engine of training raises for the first of them, and what
-the checks have left behind.
+each, the error that it is refused by, or null, and what the checks have left behind.
 """
 
 import copy
@@ -31,33 +30,28 @@ def schedule(kind, **params):
 
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-AUTOCAST = half("torch_autocast", dtype="bfloat16")
 TWO = [1e-5, 1e-2]
 FLAT = "sets one rate on parameter groups with different ones (1e-05, 0.01)"
 REFUSED = {
     "optimizer type": ({"optimizer": {"type": "AdanW"}}, "AdanW"),
     "optimizer params": ({"optimizer": {"type": "AdamW", "params": {"weigth_decay": 0.1}}}, "weigth_decay"),
-    "scheduler params": (schedule("WarmupLR", warmup_steps=5), "warmup_steps"),
     "untested optimizer": ({"optimizer": {"type": "SGD"}} | zero(1), "zero_allow_untested_optimizer"),
-    "fixed scale": ({"optimizer": {"type": "Lamb"}} | half("fp16", loss_scale=8), "requires dynamic loss scaling"),
     "no package": ({"wandb": {"enabled": True}}, "wandb"),
     "no total": (schedule("WarmupDecayLR"), "total_num_steps"),
-    "autocast's type": (half("torch_autocast", dtype="bf17"), "bf17"),
     "one rate": (schedule("WarmupLR", warmup_max_lr="auto"), FLAT),
     "one rate of a cycle": (schedule("OneCycle", cycle_min_lr=1e-5, cycle_max_lr=1e-3), FLAT),
-    "one rate in a test": (schedule("LRRangeTest"), FLAT),
     "too few rates": (schedule("WarmupLR", warmup_max_lr=[1e-5]), "expected 2"),
 }
 """Files in which the check of the text sees no mistake, and what is said of them, for parameter groups of two rates."""
-CYCLE = {"cycle_min_lr": [1e-5, 1e-3], "cycle_max_lr": [1e-4, 1e-2]}
 GOOD = {
     "empty": {},
-    "rates by group": schedule("OneCycle", **CYCLE),
+    "rates by group": schedule("OneCycle", cycle_min_lr=[1e-5, 1e-3], cycle_max_lr=[1e-4, 1e-2]),
     "rates of the groups": schedule("WarmupLR"),
-    "factors": schedule("WarmupCosineLR", total_num_steps=10),
     "Muon": {"optimizer": {"type": "Muon"}} | zero(1),
     "stage 3": zero(3, leaf_module={"classes": ["BertLayer"]}, sub_group_size="auto") | half("bf16"),
-    "autocast": AUTOCAST | zero(2) | {"disable_python_gc": True, "comms_logger": {"enabled": True}},
+    "autocast": half("torch_autocast", dtype="bfloat16")
+    | zero(2)
+    | {"disable_python_gc": True, "comms_logger": {"enabled": True}},
     "monitors": {name: {"enabled": True} for name in ("csv_monitor", "tensorboard")},
 }
 ONE_RATE = {"one rate, groups of one": schedule("WarmupLR", warmup_max_lr="auto")}
@@ -65,7 +59,7 @@ ONE_RATE = {"one rate, groups of one": schedule("WarmupLR", warmup_max_lr="auto"
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    """The refusals by the case's name, what the engine of training raises, and the folder for monitors."""
+    """The refusals by the case's name, what the checks have left behind, and the folder for monitors."""
     folder = tmp_path_factory.mktemp("checked")
     files = {name: config for name, (config, _) in REFUSED.items()} | copy.deepcopy(GOOD) | ONE_RATE
     for block in files["monitors"].values():
@@ -93,13 +87,10 @@ def test_what_the_engine_refuses_is_refused_before_and_no_more(checked):
 
 
 def test_a_check_leaves_nothing_behind(checked):
-    """No monitor writes, nothing is printed, and neither autocast nor ZeRO's linear function stays switched on.
-
-    An error of the engine of training that the check did not have may be a bug, and keeps its type and traceback.
-    """
+    """No monitor writes, nothing is printed, and neither autocast nor ZeRO's linear function stays switched on."""
     _, results, folder, done = checked
     assert not (folder / "monitored").exists()
-    assert (results["autocast"], results["linear"], results["training"]) == (False, True, "AssertionError")
+    assert (results["autocast"], results["linear"]) == (False, True)
     assert "WARNING" not in done.stderr
     assert "Comm. Op" not in done.stdout
 
@@ -122,35 +113,23 @@ def main(cases: list[list], out: Path) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import torch_autocast
 
-    from ds_trainer.engine.engine import check_with_deepspeed, parameter_groups, start_engine
+    from ds_trainer.engine.engine import check_with_deepspeed
     from ds_trainer.engine.engine_file import Hyperparameters
     from ds_trainer.ranks import distributed
     from ds_trainer.ranks.failures import UserError
 
-    base = Hyperparameters(0.1)
-
     def refusal(config: dict, rates: list[float]) -> str | None:
         try:
-            check_with_deepspeed(config, base, rates)
+            check_with_deepspeed(config, Hyperparameters(0.1), rates)
         except UserError as error:
             return str(error)
         return None
 
-    def error_of_training(config: dict) -> str:
-        net = torch.nn.Linear(2, 2)
-        try:
-            start_engine(net, parameter_groups(net, [], [], base), config, base, lambda step: 1.0)
-        except Exception as error:  # noqa: BLE001 - its type is what the test is about
-            return type(error).__name__
-        return "started"
-
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on a CPU, where torch computes it
     distributed.start()
     linear = torch.nn.functional.linear
-    results = {"refusals": [refusal(*case) for case in cases], "training": error_of_training(cases[0][0])}
-    results["autocast"] = torch_autocast.is_autocast_initialized()
-    results["linear"] = torch.nn.functional.linear is linear
-    out.write_text(json.dumps(results))
+    results = {"refusals": [refusal(*case) for case in cases], "autocast": torch_autocast.is_autocast_initialized()}
+    out.write_text(json.dumps(results | {"linear": torch.nn.functional.linear is linear}))
     distributed.stop()
     distributed.leave(0)  # as a run does: threads of gloo can abort Python's own end
 

@@ -20,11 +20,11 @@ OWNERS = ("dist", "torch.distributed", "comm", "deepspeed.comm")
 
 @pytest.mark.parametrize("error", [None, OutOfMemoryError("too large")])
 def test_a_lone_process_is_described_as_a_world_of_one_only_while_it_runs(monkeypatch, error):
-    """A notebook's next run, and the commands that it starts, must not take the variables for a launcher's."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    """A notebook's next run, and the commands that it starts, must not take the variables for a launcher's. Those of a
+    launcher stay."""
+    names, described = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}, {}
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    described = {}
     stub = SimpleNamespace(init_distributed=lambda **_: described.update(os.environ))
     monkeypatch.setitem(sys.modules, "deepspeed", stub)
     monkeypatch.setitem(sys.modules, "deepspeed.comm.torch", SimpleNamespace())
@@ -32,14 +32,8 @@ def test_a_lone_process_is_described_as_a_world_of_one_only_while_it_runs(monkey
     with contextlib.suppress(OutOfMemoryError), joined():
         if error:
             raise error
-    assert set(names) <= described.keys()
-    assert not {*names} & os.environ.keys()
-
-
-def test_a_start_leaves_a_launchers_variables(monkeypatch):
-    """This process has not set them, so that it removes none."""
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(init_distributed=lambda **_: None))
-    monkeypatch.setitem(sys.modules, "deepspeed.comm.torch", SimpleNamespace())
+    assert names <= described.keys()
+    assert not names & os.environ.keys()
     monkeypatch.setenv("RANK", "0")
     distributed.start()
     distributed.stop()

@@ -20,18 +20,13 @@ from ds_trainer.ranks.joining import out_of_memory_named, wait_for_debugger
 debugpy = pytest.importorskip("debugpy")
 
 
-WAITING = """
-import sys
-from ds_trainer.ranks import joining, distributed
-distributed.start_logging()
-joining.wait_for_debugger(int(sys.argv[1]))
-"""
-
-
 def test_it_listens_on_loopback_alone_until_a_debugger_comes():
     """The kernel's table says so while it waits; where no debugger comes, a signal ends it."""
     port = free_port()
-    process = subprocess.Popen([sys.executable, "-c", WAITING, str(port)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    waiting = (
+        f"from ds_trainer.ranks import joining, distributed as d; d.start_logging(); joining.wait_for_debugger({port})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", waiting], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     watch = threading.Timer(120, process.kill)
     watch.start()
     try:
@@ -46,22 +41,13 @@ def test_it_listens_on_loopback_alone_until_a_debugger_comes():
         process.wait()
 
 
-def stub(monkeypatch, *connected: bool) -> None:
-    """Let debugpy listen to nothing, and say in turn whether a debugger has attached."""
-    answers = iter(connected)
+def test_it_waits_until_a_debugger_has_attached_or_its_launcher_is_gone(monkeypatch):
+    """A launcher that is killed leaves its rank running, which would wait for ever."""
+    answers = iter([False, True, *[False] * 100])  # a busy machine may be late to end what is killed
     for name in ("configure", "listen"):
         monkeypatch.setattr(debugpy, name, lambda *_, **__: None)
     monkeypatch.setattr(debugpy, "is_client_connected", lambda: next(answers))
-
-
-def test_it_goes_on_once_a_debugger_has_attached(monkeypatch):
-    stub(monkeypatch, False, True)
     wait_for_debugger(5678)
-
-
-def test_it_waits_no_longer_than_its_launcher_lives(monkeypatch):
-    """A launcher that is killed leaves its rank running, which would wait for ever."""
-    stub(monkeypatch, *[False] * 100)  # a busy machine may be late to end what is killed
     launcher = subprocess.Popen(["sleep", "60"])
     monkeypatch.setattr(joining, "launchers", lambda: [psutil.Process(launcher.pid)])
     launcher.kill()  # and not waited for: a zombie has ended
@@ -71,22 +57,18 @@ def test_it_waits_no_longer_than_its_launcher_lives(monkeypatch):
 
 
 def test_a_port_that_is_taken_is_a_users_mistake(monkeypatch):
-    """Of rank 0 alone, which listens."""
+    """Of rank 0 alone, which listens; and so is a debugger that is not installed."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"--debug_port {port} cannot be listened on at 127\.0\.0\.1: .*another"):
             wait_for_debugger(port)
+        monkeypatch.setitem(sys.modules, "debugpy", None)
+        with pytest.raises(UserError, match="pip install debugpy"):
+            wait_for_debugger(port)
         monkeypatch.setenv("RANK", "1")
         wait_for_debugger(port)
-
-
-def test_without_debugpy_the_error_says_how_to_get_it(monkeypatch):
-    """It is an extra: a run without it needs none."""
-    monkeypatch.setitem(sys.modules, "debugpy", None)
-    with pytest.raises(UserError, match="pip install debugpy"):
-        wait_for_debugger(free_port())
 
 
 @pytest.mark.parametrize("allocate", [torch.empty, np.empty, bytearray])
