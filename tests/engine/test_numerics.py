@@ -45,8 +45,10 @@ def test_a_skipped_step_is_counted_and_reported(seen, name):
 
 def test_the_norm_is_the_same_whatever_the_precision(seen):
     """The logged norm is that of the unscaled loss, also without ZeRO."""
-    first = {name: of_all_ranks(seen, name)["norms"][0] for name in SKIPPING if SKIPPING[name].precision != "autocast"}
-    first |= {name: of_all_ranks(seen, name)["norms"][0] for name in ("fp32-0", "fp32-0, unclipped", "autocast-0")}
+    names = [name for name in SKIPPING if SKIPPING[name].precision != "autocast"]
+    first = {
+        name: of_all_ranks(seen, name)["norms"][0] for name in (*names, "fp32-0", "fp32-0, unclipped", "autocast-0")
+    }
     assert first == {name: pytest.approx(first["fp32-1"], rel=5e-3) for name in first}
 
 
@@ -57,7 +59,6 @@ def test_a_step_that_spoils_the_weights_ends_the_run(seen, name):
     assert not outcome["finite"], "DeepSpeed did not take the step: the case shows nothing"
     assert outcome["global_steps"] == 4
     assert "the gradients of step 3 are not finite" in outcome["error"]
-    assert "Lower learning_rate" in outcome["error"]
 
 
 @pytest.mark.parametrize("name", STOPPED)
@@ -76,29 +77,21 @@ def test_skipping_without_end_ends_the_run(seen, name):
 
 def test_a_run_that_goes_on_is_left_alone(seen):
     """Neither skips with steps between them nor those of a scale that starts too high end a run."""
-    gap = of_all_ranks(seen, "with a gap")
+    gap, start = of_all_ranks(seen, "with a gap"), of_all_ranks(seen, "high start")
     assert (gap["error"], gap["skipped_steps"], gap["global_steps"]) == (None, 4, 9)
-    start = of_all_ranks(seen, "high start")
     assert start["error"] is None
     assert 8 < start["skipped_steps"] < SOUND["high start"].max_skipped
     taken = start["global_steps"] - start["skipped_steps"]
     assert start["rates"][-1] == pytest.approx(start["rates"][0] * DECAY**taken)
 
 
-class Engine(SimpleNamespace):
-    """The part of an engine that a StepWatch uses, in fp32; its norms are on a device that cannot be read."""
-
-    def __init__(self, applied: bool) -> None:
-        super().__init__(global_steps=1, optimizer=object(), device=torch.device("meta"))
-        self.was_step_applied = lambda: applied
-        self.get_global_grad_norm = lambda: torch.zeros((), device="meta")
-
-
 def test_nothing_leaves_the_device_after_a_step():
-    """A gradient norm is kept as it is until a check, which does read it."""
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        float(Engine(True).get_global_grad_norm())
-    watch = StepWatch(Engine(True), "tiny", 3)
+    """A gradient norm, here on a device that cannot be read, is kept as it is until a check, which does read it."""
+    norm = torch.zeros((), device="meta")
+    of_meta = SimpleNamespace(global_steps=1, optimizer=object(), device=torch.device("meta"))
+    of_meta.was_step_applied, of_meta.get_global_grad_norm = lambda: True, lambda: norm
+    watch = StepWatch(of_meta, "tiny", 3)
     watch.after_step()
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        watch.check()
+    for read in (watch.check, norm.item):
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            read()
