@@ -1,8 +1,8 @@
 """A checkpoint under another number of ranks or ZeRO stage: the same bits, and a run that goes on as before.
 
 As a script, `deepspeed --num_gpus N tests/engine/test_reshard.py FOLDER PLAN` does what the PLAN (JSON) says, in order:
-`sources`, precision and stage, are trained and saved; `pairs` of a source's name and a stage are loaded; `refused` names
-a source that other models are to refuse. The results go to FOLDER/`out`.
+`sources`, precision and stage, are trained and saved; `pairs` of a source's name and a stage are loaded; `refused`
+names a source that other models are to refuse. The results go to FOLDER/`out`.
 """
 
 import contextlib
