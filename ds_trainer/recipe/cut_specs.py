@@ -25,10 +25,7 @@ def _are_tokens(keep: Any) -> bool:
 
 def _one_share(keep: Any) -> Any:
     if isinstance(keep, list):
-        raise UserError(
-            "a list was removed in 0.3: write a phase for each share, which is one of the heads and neurons that the "
-            "phase before has left"
-        )
+        raise UserError("a list was removed in 0.3: write a phase for each share, as the example in docs/cuts.md does")
     return keep
 
 
