@@ -15,12 +15,7 @@ import pytest
 import torch
 from support.launching import chosen, run_deepspeed
 
-from ds_trainer.engine.memory import (
-    ModelSizes,
-    PhaseMemory,
-    offloaded,
-    rank_memory,
-)
+from ds_trainer.engine.memory import ModelSizes, PhaseMemory, offloaded, rank_memory
 from ds_trainer.ranks import distributed
 from ds_trainer.run.rehearsal import LiveMemory
 

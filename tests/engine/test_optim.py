@@ -45,10 +45,9 @@ def test_a_rule_that_matches_nothing_is_refused():
 
 def test_only_rates_of_their_own_are_written_into_the_optimizers_groups():
     """A group at the base rate does not name it, since DeepSpeed's Muon fills it differently."""
-    groups = as_torch(
-        parameter_groups(make_model(), [GroupRule(params="head.weight", learning_rate=1)], [], BASE), BASE
-    )
-    assert {group["name"]: group.get("lr") for group in groups} == {"weights": None, "vectors": None, "head.weight": 1}
+    groups = parameter_groups(make_model(), [GroupRule(params="head.weight", learning_rate=1)], [], BASE)
+    rates = {group["name"]: group.get("lr") for group in as_torch(groups, BASE)}
+    assert rates == {"weights": None, "vectors": None, "head.weight": 1}
 
 
 def with_additions() -> tuple[nn.Module, list[GroupRule]]:
@@ -111,14 +110,14 @@ def test_the_objective_is_the_weighted_sum():
     """The terms that it returns are unweighted and detached. A term is weighed by the share of the units that it is a
     mean over; terms whose unit has no share are not."""
     value = torch.tensor(1.5, requires_grad=True)
-    loss, terms = Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 0.5, "toy.b": 10})(Forward(None, value, 0))
+    objective = Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 0.5, "toy.b": 10})
+    loss, terms = objective(Forward(None, value, 0))
     assert float(loss.detach()) == 1.5 + 0.5 * 3 + 10 * 4.5
     assert {name: float(term) for name, term in terms.items()} == {"task": 1.5, "toy.a": 3.0, "toy.b": 4.5}
     assert not any(term.requires_grad for term in terms.values())
     loss.backward()
     assert float(value.grad) == 1 + 1 + 30
-    forward = Forward(None, torch.tensor(1.5), 0, {"label": 0.5, "token": 7.0})
-    loss, terms = Objective(ToyTask(), [Toy()], {"task": 1.0, "toy.a": 0.5, "toy.b": 10})(forward)
+    loss, terms = objective(Forward(None, torch.tensor(1.5), 0, {"label": 0.5, "token": 7.0}))
     assert {name: float(term) for name, term in terms.items()} == {"task": 0.75, "toy.a": 3.0, "toy.b": 2.25}
     assert float(loss) == 0.75 + 0.5 * 3 + 10 * 2.25
 

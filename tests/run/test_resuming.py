@@ -33,9 +33,8 @@ def test_a_run_goes_on_with_its_own_phases(tmp_path):
     assert checkpoint_to_go_back_to(RunFolder(tmp_path), same) is None, "a run that has not begun"
     (tmp_path / "recipe.json").write_text(json.dumps({"phases": [{"name": "finetune"}, {"name": "prune"}]}))
     assert checkpoint_to_go_back_to(RunFolder(tmp_path), same) is None
-    for names in (["finetune", "prune", "third"], ["new", "finetune", "prune"], ["finetune"]):
-        with pytest.raises(UserError, match=r"has the phases finetune, prune, and the recipe .*another --output_dir"):
-            checkpoint_to_go_back_to(RunFolder(tmp_path), job_of(tmp_path, names))
+    with pytest.raises(UserError, match=r"has the phases finetune, prune, and the recipe .*another --output_dir"):
+        checkpoint_to_go_back_to(RunFolder(tmp_path), job_of(tmp_path, ["finetune", "prune", "third"]))
 
 
 def test_a_checkpoint_of_other_data_names_the_field_and_no_hash(tmp_path):

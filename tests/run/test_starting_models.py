@@ -53,12 +53,11 @@ def test_a_student_is_made_once_and_anew_where_it_would_be_another(tiny_recipe, 
     before = times_in(run)
     assert made(recipe, run) == made(recipe, run, MadeModels) == folder == run / "small"
     assert before == times_in(run)
-    made(student_recipe(tiny_recipe, [0, 1]), run)
-    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
-    (folder / "complete.json").unlink()
-    (folder / "config.json").write_text("{}")
-    made(student_recipe(tiny_recipe, [0, 1]), run)
-    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
+    for _ in range(2):
+        made(student_recipe(tiny_recipe, [0, 1]), run)
+        assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
+        (folder / "complete.json").unlink()
+        (folder / "config.json").write_text("{}")
 
 
 def test_a_cut_is_made_once_with_its_report(tiny_recipe, tmp_path):
