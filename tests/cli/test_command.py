@@ -19,7 +19,7 @@ import ds_trainer
 from ds_trainer.cli.command import Mistakes, read_task, run_command
 from ds_trainer.cli.evaluate import evaluate_parser, read_calibrate_job, read_evaluate_job
 from ds_trainer.cli.main import module_of
-from ds_trainer.cli.train import read_train_job, train
+from ds_trainer.cli.train import read_train_job
 from ds_trainer.ranks.distributed import share_threads
 from ds_trainer.recipe.settings import assign, parse_setting
 
@@ -140,8 +140,7 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
     """
     done = run_script("launch/train.py", *arguments_of(command, "--dry_run", "json", "--world", "4"))
     assert done.returncode == 0, done.stderr
-    whole = json.loads(done.stdout)
-    finetune, prune = whole["phases"]
+    finetune, prune = json.loads(done.stdout)["phases"]
     assert finetune["time"]["seconds"] > 0
     assert finetune["time"]["examples"] <= finetune["time"]["micro_batch"] == 4
     table = run_script("launch/train.py", *arguments_of(command, "--dry_run")).stdout.splitlines()
@@ -160,22 +159,22 @@ def test_a_dry_run_prints_everything_and_writes_nothing(command, tmp_path):
 
 
 def test_places_that_cannot_be_written_are_told_before_anything_is_scored(tmp_path, monkeypatch):
-    """A folder for a file, a file for a folder, no permission; a folder that is not there yet will be made."""
+    """A folder for a file, a file for a folder, no permission; a folder that is not there yet will be made.
+
+    Thresholds are written into the model folder.
+    """
     (tmp_path / "file").write_text("")
     # not by permissions: the superuser needs none
-    monkeypatch.setattr("ds_trainer.cli.evaluate.os.access", lambda path, _: Path(path) != Path("/proc/1"))
+    closed = (Path("/proc/1"), tmp_path / "model")
+    closed[1].mkdir()
+    monkeypatch.setattr("ds_trainer.cli.evaluate.os.access", lambda path, _: Path(path) not in closed)
+    with pytest.raises(ValueError, match="cannot be written to, and the thresholds are kept in it"):
+        read_calibrate_job([str(closed[1]), "--task_name", "docstrings", "--max_drop", "1"])
     cases = {("output_file", "."), ("output_file", "file/x"), ("predictions_dir", "file"), ("output_file", "/proc/1/x")}
     for flag, place in cases | {("output_file", "/dev/stdout"), ("predictions_dir", "new/below")}:
         with pytest.raises(ValueError) as caught:
             read_evaluate_job([str(tmp_path / "none"), "--task_name", "docstrings", f"--{flag}", str(tmp_path / place)])
         assert (f"--{flag} is {tmp_path / place}: " in str(caught.value)) == ((flag, place) in cases)
-
-
-def test_calibration_does_not_begin_where_it_cannot_write(tmp_path, monkeypatch):
-    """The thresholds are written into the model folder: a read-only one is a mistake of the command."""
-    monkeypatch.setattr("ds_trainer.cli.evaluate.os.access", lambda path, _: Path(path) != tmp_path)
-    with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to, and the thresholds are kept in it"):
-        read_calibrate_job([str(tmp_path), "--task_name", "docstrings", "--max_drop", "1"])
 
 
 @pytest.mark.real
@@ -198,16 +197,6 @@ def test_threads_are_shared_out_between_ranks_unless_the_user_sets_them(monkeypa
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     share_threads()
     assert numbers == [cores, 1, 1]
-
-
-def test_a_dry_run_prints_its_table_and_trains_nothing(command, monkeypatch, capsys):
-    """On standard output; without the flag the run's results are returned."""
-    fake = SimpleNamespace(run=lambda job: {"train": "results"}, dry_run=lambda job: "the table")
-    monkeypatch.setitem(sys.modules, "ds_trainer.run.run", fake)
-    words = arguments_of(command)
-    assert train(read_train_job([*words, "--dry_run"])) == {}
-    assert capsys.readouterr().out == "the table\n"
-    assert train(read_train_job(words)) == {"train": "results"}
 
 
 def test_settings_change_one_field():

@@ -6,11 +6,9 @@ Nothing is trained: every check of a command comes before torch is loaded, and a
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,8 +16,8 @@ from hypothesis import strategies as st
 from support.fuzzing import NOISY, TEXTS, as_json, fuzzed, places, refusal, spoilt_json, values
 from support.launching import ROOT
 
-from ds_trainer.cli.evaluate import calibrate_parser, evaluate_parser, read_calibrate_job, read_evaluate_job
-from ds_trainer.cli.train import read_train_job, train_parser
+from ds_trainer.cli.evaluate import read_calibrate_job, read_evaluate_job
+from ds_trainer.cli.train import read_train_job
 from ds_trainer.engine.keys import key_table
 from ds_trainer.files.reading import read_json
 from ds_trainer.recipe.recipe import Recipe
@@ -33,11 +31,11 @@ ENGINES[-1]["scheduler"] = {"type": "WarmupDecayLR", "params": {"warmup_max_lr":
 ENGINES[-1]["tensorboard"] = {"enabled": True, "output_path": "x", "job_name": "y"}
 WORDS = sorted({*Recipe.model_fields, *key_table()["keys"], *key_table()["refused"], "name", "type", "stage", "steps"})
 COMMANDS = {
-    read_train_job: (train_parser, ["--deepspeed_config", "engine.json", "--recipe", "recipe.json"]),
-    read_evaluate_job: (evaluate_parser, ["model", "--recipe", "recipe.json"]),
-    read_calibrate_job: (calibrate_parser, ["model", "--recipe", "recipe.json", "--max_drop", "0.5"]),
+    read_train_job: ["--deepspeed_config", "engine.json", "--recipe", "recipe.json"],
+    read_evaluate_job: ["model", "--recipe", "recipe.json"],
+    read_calibrate_job: ["model", "--recipe", "recipe.json", "--max_drop", "0.5"],
 }
-TRAIN = COMMANDS[read_train_job][1]
+TRAIN = COMMANDS[read_train_job]
 
 
 @pytest.fixture(scope="module")
@@ -62,30 +60,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def for_a_command_line(text: str) -> str:
-    """As the system hands it over: no NUL, and of surrogates only those that stand for bytes."""
-    return os.fsdecode(text.replace("\0", "").encode("utf-8", "replace"))
-
-
-@st.composite
-def command_lines(draw: st.DrawFn, parser: Any, sound: list[str]) -> list[str]:
-    """Any flags in any order with good, wrong and missing values, after the needed ones; and `--set` of any path."""
-    flags = [flag for action in parser()._actions for flag in action.option_strings]
-    word = st.sampled_from(["out", "recipe.json", "model", "sst2", "3", "0.5", "a=1", "1,2", "--", *TEXTS, *flags])
-    pairs = draw(st.lists(st.tuples(st.sampled_from(flags), st.lists(word, max_size=2)), max_size=4))
-    words = [part for flag, after in pairs for part in (flag, *after)]
-    part = st.sampled_from(["0", "*", "train", "", *WORDS, *TEXTS])
-    of_a_recipe = st.sampled_from([*places(draw(st.sampled_from(RECIPES)))])
-    path = draw(st.lists(part, min_size=1, max_size=4) | of_a_recipe)
-    value = draw(values(WORDS).map(lambda value: as_json(value).decode(errors="replace")) | st.text())
-    return [for_a_command_line(text) for text in (*sound, *words, f"--set={'.'.join(map(str, path))}={value}")]
-
-
-@pytest.mark.parametrize("kind", ["recipe", "engine file", "command line", "exits.json"])
+@pytest.mark.parametrize("kind", ["recipe", "engine file", "setting", "exits.json"])
 @fuzzed(80)
 @given(data=st.data())
 def test_whatever_is_given_is_taken_or_refused_by_name(kind: str, data: st.DataObject, folder: Path) -> None:
-    """In a shipped recipe, an engine file, flags, a model's exits.json; and nothing is written."""
+    """In a shipped recipe, an engine file, a `--set` of any path, a model's exits.json; and nothing is written."""
     file = folder / "fuzzed.json"
     before = sorted({*folder.rglob("*"), file})
     if kind == "recipe":
@@ -94,14 +73,17 @@ def test_whatever_is_given_is_taken_or_refused_by_name(kind: str, data: st.DataO
     elif kind == "engine file":
         file.write_bytes(data.draw(spoilt_json(data.draw(st.sampled_from(ENGINES)), WORDS) | NOISY))
         refusal(read_train_job, [*TRAIN, "--deepspeed_config", str(file)])
-    elif kind == "command line":
+    elif kind == "setting":
+        parts = st.lists(st.sampled_from(["0", "*", "train", "", *WORDS, *TEXTS]), min_size=1, max_size=4)
+        path = data.draw(parts | st.sampled_from([*places(data.draw(st.sampled_from(RECIPES)))]))
+        setting = f"{'.'.join(map(str, path))}={as_json(data.draw(values(WORDS))).decode(errors='replace')}"
         read = data.draw(st.sampled_from(list(COMMANDS)), "command")
-        refusal(read, data.draw(command_lines(*COMMANDS[read])))
+        refusal(read, [*COMMANDS[read], f"--set={setting}"])
     else:
         exits = folder / "model/exits.json"
         exits.write_bytes(data.draw(spoilt_json(SAVED, [*SAVED, "criterion", "thresholds"]) | NOISY))
-        message = refusal(read_calibrate_job, COMMANDS[read_calibrate_job][1])
-        again = refusal(read_evaluate_job, [*COMMANDS[read_evaluate_job][1], "--patience", "2"])
+        message = refusal(read_calibrate_job, COMMANDS[read_calibrate_job])
+        again = refusal(read_evaluate_job, [*COMMANDS[read_evaluate_job], "--patience", "2"])
         exits.write_text(json.dumps(SAVED))
         assert "exits.json" in message or "exits.json" not in again
     assert sorted({*folder.rglob("*"), file}) == before
@@ -109,5 +91,5 @@ def test_whatever_is_given_is_taken_or_refused_by_name(kind: str, data: st.DataO
 
 def test_what_is_not_spoilt_is_taken(folder: Path) -> None:
     """Else a check that comes first might be all that is run."""
-    for read, (_, arguments) in COMMANDS.items():
+    for read, arguments in COMMANDS.items():
         assert refusal(read, arguments) == ""

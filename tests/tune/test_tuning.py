@@ -199,13 +199,9 @@ def test_the_best_score_wins_and_its_model_is_kept(job, run, caplog):
     assert [path.parent.name for path in (made.output / "trials").glob("*/model")] == [best.key[:12]]
     best, _ = run(job({RATE: [4e-3]}, *ACCURACY, "--set", "seed=1"), lambda *_: [0.5])
     assert best.settings == {"ranks": 1}
-
-
-def test_less_wins_where_less_is_better(job, run):
-    """Which the recipe says of a score that the task does not know."""
+    # of a score that the task does not know the recipe says that less is better
     made = job({RATE: [1e-3]}, "--metric", "early_exit/agreement", "--set", "phases.prune.greater_is_better=false")
-    best, _ = run(made, lambda settings, _: [0.4 if RATE in settings else 0.5])
-    assert best.settings[RATE] == 1e-3
+    assert run(made, lambda settings, _: [0.4 if RATE in settings else 0.5])[0].settings[RATE] == 1e-3
 
 
 def test_a_run_that_cannot_win_is_ended_early(job, run):
@@ -240,31 +236,29 @@ def test_a_range_is_sampled(job, run):
 
 @pytest.mark.parametrize("varied", [False, True])
 def test_another_model_or_teacher_in_the_same_folder_is_measured_anew(job, run, tmp_path, varied):
-    """Whether the recipe names the folder, or only a value that is tried; its code counts, a card or an export not."""
-    (tmp_path / "teacher" / "code").mkdir(parents=True)
-    (tmp_path / "teacher" / "config.json").write_text('{"model_type": "bert"}')
-    save_file({"w": np.zeros(1)}, tmp_path / "teacher" / "model.safetensors")
-    place, teacher = "phases.prune.techniques.distill.teacher", str(tmp_path / "teacher")
-    fields = {"teacher": "@finetune" if varied else teacher, "alpha_distil": 1.0}
-    space = {place: [teacher]} if varied else {RATE: [1e-3]}
+    """Whether the recipe names the folder, or only a value that is tried."""
+    place, teacher = "phases.prune.techniques.distill.teacher", tmp_path / "teacher"
+    teacher.mkdir()
+    save_file({"w": np.zeros(1)}, teacher / "model.safetensors")
+    fields = {"teacher": "@finetune" if varied else str(teacher), "alpha_distil": 1.0}
+    space = {place: [str(teacher)]} if varied else {RATE: [1e-3]}
+    (teacher / "config.json").write_text('{"model_type": "bert"}')
     made = job(space, *ACCURACY, "--set", f"phases.prune.techniques.distill={json.dumps(fields)}")
-    for name, text, changes in (("README.md", "a", True), ("model.onnx", "b", False), ("code/layers.py", "c", True)):
-        (tmp_path / "teacher" / name).write_text(text)
-        assert len(run(made, lambda *_: [0.5])[1]) == (changes and (1 if varied and name != "README.md" else 2))
+    for number, started in ((1, 2), (1, 0), (2, 1 if varied else 2)):
+        (teacher / "config.json").write_text(f'{{"model_type": "bert", "number": {number}}}')
+        assert len(run(made, lambda *_: [0.5])[1]) == started
 
 
 # --- both -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("aim", [(), ACCURACY])
-def test_a_trial_without_a_result_is_recorded_and_the_search_goes_on(job, run, caplog, aim):
+def test_a_trial_without_a_result_is_recorded_and_the_search_goes_on(job, run, aim):
     """The user's own may fail too."""
-    caplog.set_level("INFO", "ds_trainer")
     made = job({RATE: [1e-3, 2e-3]}, *aim)
     best, _ = run(made, lambda settings, _: HUNG if settings.get(RATE) != 2e-3 else [5.0] if aim else 5.0)
     assert best.settings[RATE] == 2e-3
     assert outcomes(made).count(HUNG) == 2
-    assert "hung: made up" in caplog.text
 
 
 def test_a_tuning_without_any_result_says_why(job, run):
@@ -281,15 +275,12 @@ def test_a_tuning_without_any_result_says_why(job, run):
     [
         ({MICRO: ["auto"]}, [], "write whole numbers above 0"),
         ({"ranks": [2]}, ["--num_gpus", "2"], "is fixed by the global batch, --num_gpus"),
-        ({"dropout": [8]}, [], 'neither the recipe nor the engine file has a field "dropout"'),
         ({RATE: {"low": 1e-5, "high": 1.0}}, [], "only a search with --metric draws from"),
-        (None, ["--phase", "none"], "the phases that train are 'finetune', 'prune'"),
         (None, ["--set", "phases.prune.per_device_train_batch_size=8"], "which a tuning is to find"),
         (None, ["--debug_port", "5678"], "--debug_port is for a run"),
         ({"phases.prune.learning_rat": [1e-3]}, ACCURACY, 'unknown key; did you mean "learning_rate"'),
         ({RATE: {"low": 0, "high": 1, "log": True}}, ACCURACY, "low must be below high"),
         ({"task.held_out": [0.2]}, ACCURACY, "could not be compared"),
-        ({RATE: [1e-3]}, [*ACCURACY, "--phase", "prune"], "--phase is for speed"),
         ({RATE: [1e-3]}, ["--metric", "eval/f2"], "name a score whose"),
         ({RATE: [1e-3]}, [*ACCURACY, "--set", "task.held_out=0"], "give --set task.held_out=0.1"),
         (
