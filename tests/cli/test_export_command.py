@@ -1,4 +1,4 @@
-"""`launch/export.py`: what it writes, that it scores, and that bad input leaves nothing behind."""
+"""`launch/export.py`: what it writes, that it scores, that bad input leaves nothing; and the benchmark's mistakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 import ds_trainer
 from ds_trainer import load_model
 from ds_trainer.cli.command import run_command
-from ds_trainer.cli.export import export_command, read_export_job
+from ds_trainer.cli.export import export_command, read_benchmark_job, read_export_job
 from ds_trainer.deploy import export_folder, onnx_file
 from ds_trainer.deploy.onnx_file import by_torch, outputs, session
 from ds_trainer.files.reading import read_object
@@ -270,7 +270,6 @@ def test_a_cut_is_scored_exported_and_as_precise_as_its_source(model, task, tmp_
         ("--shrink", "give --output_dir"),
         ("--shrink --output_dir MODEL", "stays as it is"),
         ("--shrink --output_dir FULL", "already: give another, or --overwrite"),
-        ("--onnx --output_dir FULL/notes.txt", "is a file"),
         ("--quantize int8 --shrink --output_dir NEW", "--quantize int8 is for an ONNX file: give --onnx"),
         ("--unpack --output_dir NEW", "no model.compact.safetensors"),
         ("--unpack --onnx", "--unpack goes with --output_dir alone"),
@@ -295,6 +294,29 @@ def test_mistakes_of_a_command(folders, task, tmp_path, flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read_export_job([str(folders / "cls"), *(words if flags else [])])
     assert names(tmp_path) == {"full"}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--lengths", "0"], '--lengths is "0": it must be greater than or equal to 1'),
+        (["--lengths", "task"], "--lengths task: no task: give --task_name"),
+        (["--threads", "1000000"], "--threads is 1000000: this process may use"),
+        (["--seconds", "nan"], '--seconds is "nan": it must be'),
+        (["x", "x"], ", x, x: give each of the 3 folders its own"),
+        (["gone"], "the model folder gone does not exist"),
+        (["--output_dir", f"{__file__}/out"], "test_export_command.py is a file"),
+        (["--data_dir", "gone"], "no task: give --task_name"),
+        (["--backends", "all"], "onnxruntime cannot be imported: pip install onnxruntime"),
+    ],
+)
+def test_mistakes_of_a_benchmark(folders, monkeypatch, more, message):
+    """Among them a package that is missing, which other backends do not need."""
+    find = "ds_trainer.cli.export.importlib.util.find_spec"
+    monkeypatch.setattr(find, lambda name: None if name == "onnxruntime" else object())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_benchmark_job([str(folders / "cls"), *more])
+    assert read_benchmark_job([str(folders / "cls")]).backends == ("torch",)
 
 
 def test_what_only_shows_with_the_model_ends_with_2_too(model, task, tmp_path, capsys, monkeypatch):
