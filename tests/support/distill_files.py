@@ -7,12 +7,14 @@ from pathlib import Path
 
 
 def squad_files(folder: Path) -> dict:
-    """Who keeps what, asked of sentences in which the keeper stands."""
+    """Who keeps what, asked of sentences in which the keeper stands; every tenth is longer than the others."""
     keepers, things = ("anna", "boris", "carla", "dmitri", "elena"), ("keys", "maps", "tools", "books")
     paragraphs = []
     for number in range(40):
         keeper, thing = keepers[number % 5], things[number % 4]
-        context = f"in house {number} the {thing} are kept by {keeper} since the winter"
+        context = f"in house {number} the {thing} are kept by {keeper} since the winter" + " and the spring" * (
+            number % 10 == 0
+        )
         answer = {"text": keeper, "answer_start": context.index(keeper)}
         question = {"id": f"q{number}", "question": f"who keeps the {thing}?", "answers": [answer]}
         paragraphs.append({"context": context, "qas": [question]})

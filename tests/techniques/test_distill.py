@@ -358,6 +358,7 @@ def test_a_top_k_cache_has_the_likeliest_tokens_in_as_many_bytes_as_the_docs_say
             (logits,) = task.logits(technique._teacher.predict(batch), batch)
             live = TopK.of(logits, 8, temperature)
             torch.testing.assert_close(kept.log_probs, live.log_probs, rtol=1e-3, atol=2e-3)
+            torch.testing.assert_close(kept.log_probs.exp().sum(-1), torch.ones(len(logits)))
             ours, theirs = (logits.gather(-1, ids) for ids in (kept.ids, live.ids))  # those alike may change places
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     labels = int(examples.offsets[-1]) - len(examples)  # the first token of an example is none
