@@ -2,7 +2,8 @@
 
 Every function checks its arguments as the command checks its flags, and makes the same call. A model trained here is,
 bit by bit, the one that the command trains, and the same lines are shown. A checkpoint of a run can be given wherever
-a model folder can. An error names the flag of the command; an argument is the flag without its dashes.
+a model folder can. An error names the flag of the command: `--overwrite_output_dir` is `overwrite=True` here,
+`--task_name sst2` is `name="sst2"`, and `--plugin` is `plugins=`.
 """
 
 from __future__ import annotations

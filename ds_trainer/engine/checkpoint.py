@@ -4,6 +4,14 @@ A checkpoint is first written into a folder of another name and read back. Then 
 the checksum of every file, and the state of the phase; only then does the folder get its name. Thresholds and the
 random state are not stored, since they are functions of the step. A checkpoint of other ranks or of another ZeRO stage
 is loaded by `reshard.py`.
+
+| file | what is in it |
+|---|---|
+| `files/checkpoint_files.py` | the bytes: checksums, and the list that makes a folder a checkpoint |
+| `recipe/saved_checkpoint.py` | which folders are checkpoints, and their recipe, without loading torch |
+| `engine/checkpoint.py` | saving, finding the newest or best one, going back |
+| `engine/saved_states.py` | the states that DeepSpeed has written |
+| `engine/reshard.py` | loading them on other ranks or stages |
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Watch for optimizer steps whose gradients are not finite: DeepSpeed skips some, and others spoil the weights.
 
 DeepSpeed 0.19.8 skips such a step in fp16, and with ZeRO in bf16 and fp32 too: weights and schedule stay as they were,
-and `global_steps` goes on. It takes such a step, and the weights are lost, in fp32 and bf16 autocast without ZeRO, with
-`bf16.check_grad_overflow` false (stages 1 and 2). `engine_file.py` refuses `zero_optimization.compute_grad_norm` false,
-without which no norm would show such a step.
+and `global_steps` goes on. It takes such a step, and the weights are lost, in three cases: fp32 without ZeRO, bf16
+autocast without ZeRO, and stages 1 and 2 with `bf16.check_grad_overflow` false. `engine_file.py` refuses
+`zero_optimization.compute_grad_norm` false, without which no norm would show such a step.
 
 Every decision is the same on every rank: DeepSpeed decides to skip by a reduced value, and a check here is one small
 reduction. The loss itself is checked by `report/log.py`.
@@ -20,8 +20,8 @@ from ds_trainer.ranks.failures import NonFiniteLossError
 
 _CURE = (
     "Lower learning_rate or lengthen warmup_steps, and look at the data of that step, and at losses without a gradient "
-    "there, as of sqrt at 0. In fp16 use bf16 in its place; or, where the loss scale only started too high, raise "
-    "max_skipped_steps; where fp16.loss_scale fixes it, write 0, for one that adapts"
+    "there, as of sqrt at 0. In fp16: use bf16. If the loss scale only started too high, raise max_skipped_steps; if "
+    "fp16.loss_scale fixes it, set that to 0"
 )
 
 

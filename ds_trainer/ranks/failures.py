@@ -23,9 +23,10 @@ class UserError(ValueError):
 
 
 def raise_mistakes(mistakes: Iterable[str]) -> None:
-    """Raise one UserError with a line for each mistake; do nothing if there is none."""
+    """Raise one UserError with a line for each mistake, 30 at most; do nothing if there is none."""
     if lines := list(dict.fromkeys(mistakes)):
-        raise UserError("\n".join(lines))
+        more = [f"and {len(lines) - 30:,} more mistakes"] if len(lines) > 30 else []
+        raise UserError("\n".join(lines[:30] + more))
 
 
 class NonFiniteLossError(ArithmeticError):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
+from ds_trainer.files.messages import shown
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 
 
@@ -16,7 +17,8 @@ def only(fits: Callable[[Any], bool], allowed: str) -> BeforeValidator:
     def check(value: Any) -> Any:
         if fits(value):
             return value
-        instead = f", not {value}" if isinstance(value, dict | list) else ""  # of another value the caller adds it
+        # the caller adds a value that is neither
+        instead = f", not {shown(value)}" if isinstance(value, dict | list) else ""
         raise UserError(f"{allowed}{instead}")
 
     return BeforeValidator(check)

@@ -53,7 +53,7 @@ def train(plan: PhasePlan, log: RunLog, stop: StopRequests) -> dict[str, Any]:
             plan.checkpoints.drop_oldest()
             step, evaluation = training.choose()
     except StoppedError as reason:
-        raise training.stopped(reason) from None
+        raise training.save_and_end(reason) from None
     return training.finish(step, evaluation)
 
 
@@ -279,7 +279,7 @@ class Training:
         engine.stop_engine(self.engine)
         return results
 
-    def stopped(self, reason: StoppedError) -> StoppedError:
+    def save_and_end(self, reason: StoppedError) -> StoppedError:
         """Save what was trained, stop the engine, and return the error that says how far the run has come."""
         self.save()
         engine.stop_engine(self.engine)

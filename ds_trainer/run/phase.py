@@ -1,4 +1,8 @@
-"""A phase resolved: its model, task and techniques, its steps, its parameter groups, and what DeepSpeed is given."""
+"""A phase resolved: its model, task and techniques, its steps, its parameter groups, and what DeepSpeed is given.
+
+`Phase` is what the user wrote. `PhaseModel` adds what its model is built from, which is all that reading a checkpoint
+needs; `PhasePlan` adds what training needs; `PreparedPhase` has the model built.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

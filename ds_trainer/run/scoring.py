@@ -71,7 +71,7 @@ def evaluate_checkpoints(job: EvaluateJob) -> dict[int, dict[str, float]]:
             try:
                 with model_of(saved, job.cache_dir) as (folder, exported):
                     scores, files = _scored(job.model_copy(update={"model": str(folder)}))
-            except DamagedCheckpointError as error:
+            except (DamagedCheckpointError, FileNotFoundError) as error:  # a run that goes on deletes old ones
                 distributed.warn(f"left out: {error}")
                 continue
             kept, whole = encoder_weights(exported) or (1, 1)

@@ -257,7 +257,7 @@ class Task(ABC):
     def stacked(self, split: str, answers: Mapping[int, Any]) -> Array:
         """Stack answers that are arrays, (n, ...), by their ids; UserError where one is not finite."""
         values = np.stack([answers[id] for id in range(len(answers))])
-        check_finite(split, np.isfinite(values).all(axis=-1).tolist())
+        check_logits(split, np.isfinite(values).all(axis=-1).tolist())
         return values
 
     def decisions(self, answer: Any) -> Sequence[Any]:
@@ -273,7 +273,7 @@ class Task(ABC):
         return sum(same) / len(same)
 
     def limit(self, split: str) -> int | None:
-        """Return the largest number of rows of the split to use; None for all, as of those that are held out."""
+        """Return the largest number of rows of the split to use; None where there is no limit, as for held-out rows."""
         if split == HELD_OUT:
             return None
         return self.spec.max_train_samples if split == "train" else self.spec.max_eval_samples
@@ -406,7 +406,7 @@ class Task(ABC):
         return int(self.config.get_text_config().hidden_size)
 
 
-def check_finite(split: str, finite: Sequence[bool]) -> None:
+def check_logits(split: str, finite: Sequence[bool]) -> None:
     """Raise UserError unless `finite`, which has one entry for each example, is true throughout."""
     broken = len(finite) - sum(finite)
     if broken:

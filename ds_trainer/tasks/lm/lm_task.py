@@ -26,7 +26,7 @@ from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.masking import TokenMasking, chosen_count, mask_tokens, token_weights
 from ds_trainer.tasks.lm.sequences import Conversations, Cutter, Tally, packed, summary
 from ds_trainer.tasks.records import Records
-from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
+from ds_trainer.tasks.task import Batch, Task, Unit, check_logits
 
 IGNORED = -100
 """The label of a position that has logits but no loss."""
@@ -237,7 +237,7 @@ class LmTask(Task):
 
     def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
         """Return perplexity, mean negative log-likelihood and accuracy, over all labels of the split."""
-        check_finite(split, [math.isfinite(answer.nll) for answer in answers.values()])
+        check_logits(split, [math.isfinite(answer.nll) for answer in answers.values()])
         tokens = sum(len(answer.predicted) for answer in answers.values())
         loss = math.fsum(answer.nll for answer in answers.values()) / tokens
         hits = sum(answer.hits for answer in answers.values())

@@ -28,7 +28,7 @@ from ds_trainer.tasks.squad import squad_file
 from ds_trainer.tasks.squad.squad_file import Question
 from ds_trainer.tasks.squad.squad_score import Candidate, n_best, score_v1, score_v2, with_probabilities
 from ds_trainer.tasks.squad.squad_windows import SpanPositions, windows
-from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task, check_finite
+from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task, check_logits
 
 _COLUMNS = {**Task.token_columns, "char_start": np.int32, "char_end": np.int32}
 
@@ -119,7 +119,7 @@ class SquadTask(Task):
 
     def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
         """Return exact match and F1 over the questions, in percent; for v2 all numbers of the official script."""
-        check_finite(split, [answer.finite for answer in answers.values()])
+        check_logits(split, [answer.finite for answer in answers.values()])
         verdicts = self._verdicts(split, answers)
         predictions = {id: verdict.text for id, verdict in verdicts.items()}
         golds = {question.id: [answer.text for answer in question.answers] for question in self.questions(split)}

@@ -28,7 +28,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import TokenSpec
 from ds_trainer.tasks.data import ExampleIds, Examples, source_split
 from ds_trainer.tasks.records import Records, Row
-from ds_trainer.tasks.task import Batch, Task, Unit, check_finite
+from ds_trainer.tasks.task import Batch, Task, Unit, check_logits
 from ds_trainer.tasks.token import token_data
 from ds_trainer.tasks.token.token_data import Sentence
 
@@ -120,7 +120,7 @@ class TokenTask(Task):
         return {id: tags.tolist() for id, tags in zip(batch.ids.tolist(), predicted.split(per_row), strict=True)}
 
     def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
-        check_finite(split, [-1 not in classes for classes in answers.values()])
+        check_logits(split, [-1 not in classes for classes in answers.values()])
         gold = [sentence.tags for sentence in self.sentences(split)]
         return entity_scores(gold, self._predicted(split, answers), self.kinds)
 
