@@ -82,9 +82,11 @@ def test_a_python_without_the_packages_is_told_what_to_do(clean):
 
 
 def test_the_release_has_one_version():
-    """CITATION.cff and the top of CHANGELOG.md tell the version of the package, and one date."""
+    """CITATION.cff and the top of CHANGELOG.md tell the version of the package, unless a later one is in the making."""
     parts = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
     newest = next(part for part in parts if not part.startswith("Not released")).splitlines()[0]
     version, date = newest.removesuffix(")").split(" (")
-    assert version == ds_trainer.__version__
+    assert version == ds_trainer.__version__ or (
+        parts[0].startswith("Not released") and ds_trainer.__version__.endswith(".dev0")
+    )
     assert f'\nversion: {version}\ndate-released: "{date}"\n' in (ROOT / "CITATION.cff").read_text()
