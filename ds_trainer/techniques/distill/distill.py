@@ -72,6 +72,9 @@ class Distill(Technique):
         if self.task.over_vocabulary and self._teacher_ids is None and student.vocab_size != teacher.vocab_size:
             # one tokenizer, and a head is padded: both have its tokens, whose numbers are the same
             self._teacher_ids = torch.arange(max(self.task.tokenizer.get_vocab().values()) + 1)
+        compared = teacher.vocab_size if self._teacher_ids is None else len(self._teacher_ids)
+        if 0 < compared <= self.spec.top_k:
+            raise UserError(f"cache_teacher: top_k {self.spec.top_k} is not below the {compared} tokens of the teacher")
         for index, (who, config) in enumerate((("student", student), ("teacher", teacher))):
             layer, depth = max(pair[index] for pair in self.spec.layer_pairs), config.num_hidden_layers
             if layer > depth:
