@@ -125,7 +125,6 @@ def test_the_cache_builds_once_and_gives_back_what_was_built(tmp_path: Path) -> 
         ("tokens.input_ids.npy", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
         ("fields.labels.npy", None),
         ("index.json", lambda content: b'{"checksums": {}}'),
-        ("index.json", lambda content: b""),
     ],
 )
 def test_a_damaged_cache_is_built_anew(file: str, damage: Any, tmp_path: Path) -> None:

@@ -19,45 +19,32 @@ from support.official_files import OFFICIAL
 from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.recipe.task_specs import FAMILIES, family
 from ds_trainer.tasks.registry import check_data_files
-from ds_trainer.tasks.text.text_data import GLUE
 
 WORDS = ["text", "label", "kind", "data", "context", "question", "answers", "answer_start", "nan", "tokens", "tags"]
 CONTEXT = "Zürich’s 🏔 naïve café opened in 1999."
 QAS = [
     {"id": "a", "question": "what?", "answers": [{"text": "1999", "answer_start": 32}]},
     {"id": "b", "question": "where?", "answers": [], "is_impossible": True},
-    {"id": "c", "question": "which?", "answers": [{"text": "café", "answer_start": 17}], "is_impossible": False},
 ]
-TABLE = {"text_columns": ["text"], "label_column": "kind"}
 SOUND: dict[tuple[str, str], Any] = {
     ("text", "a.csv"): 'text,kind\n"a ""pear""",1\n"an owl,\nold",0\n',
-    ("text", "a.tsv"): "text\tkind\na pear\t1\nan owl\t0\n",
-    ("text", "a.jsonl"): [{"text": "a pear", "kind": 1}, {"text": "an owl", "kind": 0}, {"text": "x", "kind": 2}],
+    ("text", "a.jsonl"): [{"text": "a pear", "kind": 1}, {"text": "an owl", "kind": 0}],
+    ("rte", "RTE/train.tsv"): "".join(OFFICIAL["rte"]),
     ("ner", "a.conll"): "a\tO\npear\tB-fruit\n\t\nowl\tO\n",
-    ("token", "a.jsonl"): [{"tokens": ["a", "pear"], "tags": ["O", "B-fruit"]}, {"tokens": ["owl"], "tags": ["O"]}],
+    ("token", "b.jsonl"): [{"tokens": ["a", "pear"], "tags": ["O", "B-fruit"]}, {"tokens": ["owl"], "tags": ["O"]}],
     ("clm", "a.txt"): "it rains in the hills\n\nand it is wet\r\n",
-    ("mlm", "a.jsonl"): [{"text": "it rains"}, {"text": ""}, {"text": "in the hills"}],
     ("squad", "train-v2.0.json"): {"data": [{"title": "Cafés", "paragraphs": [{"context": CONTEXT, "qas": QAS}]}]},
-    **{(name, f"glue/{each.folder}/train.tsv"): "".join(OFFICIAL[name]) for name, each in GLUE.items()},
 }
 """A file of each task: a text, a JSON value, or the lines of one."""
-FIELDS = {"text": TABLE, "squad": {"version_2_with_negative": True}}
+FIELDS = {
+    "text": {"text_columns": ["text"], "label_column": "kind"},
+    "squad": {"version_2_with_negative": True},
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("files")
-
-
-def put(path: Path, raw: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(raw)
-    return path
-
-
-def task(folder: Path, name: str, file: str, **fields: Any) -> Any:
-    files = {} if name in (*GLUE, "squad") else {"train_file": file, "validation_file": file}
-    return parse_task({"name": name, "data_dir": str(folder), **files, **fields})
 
 
 def read_rows(spec: Any) -> None:
@@ -87,7 +74,9 @@ def refused(spec: Any, *names: str) -> str:
 def test_files_of_every_task(data: st.DataObject, case: tuple[str, str], regression: bool, folder: Path) -> None:
     """Classes, scores, tags, questions and documents: a sound file is read, and a spoilt one, or its mistake named."""
     (name, file), sound = case, SOUND[case]
-    spec = task(folder, name, file, **FIELDS.get(name, {}), **({"regression": regression} if name == "text" else {}))
+    fields = {"name": name, "data_dir": str(folder), **FIELDS.get(name, {})}
+    fields |= {} if name in ("rte", "squad") else {"train_file": file, "validation_file": file}
+    spec = parse_task(fields | ({"regression": regression} if name == "text" else {}))
     if isinstance(sound, str):
         whole, spoilt = sound.encode(), spoilt_bytes(sound.encode())
     elif isinstance(sound, dict):
@@ -95,7 +84,9 @@ def test_files_of_every_task(data: st.DataObject, case: tuple[str, str], regress
     else:
         lines = [st.just(as_json(line)) | spoilt_json(line, WORDS) for line in sound]
         whole, spoilt = b"\n".join(map(as_json, sound)), st.tuples(*lines).map(b"\n".join)
-    path = put(folder / file, whole)
+    path = folder / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(whole)
     assert refused(spec) == ""
-    put(path, data.draw(spoilt | NOISY, "file"))
+    path.write_bytes(data.draw(spoilt | NOISY, "file"))
     refused(spec, str(path))

@@ -117,9 +117,3 @@ def test_recomputed_layers_give_the_same_gradients(name: str) -> None:
         found.append({key: each.grad for key, each in model.named_parameters() if each.grad is not None})
     assert found[0]
     torch.testing.assert_close(found[1], found[0])
-
-
-def test_a_model_that_is_all_head_is_refused() -> None:
-    """There is no encoder whose output could be cut."""
-    with pytest.raises(ValueError, match="BertModel has no encoder below its head"):
-        take_head_positions(build("bert").bert)

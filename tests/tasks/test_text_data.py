@@ -14,7 +14,7 @@ from support.official_files import OFFICIAL
 from ds_trainer.files import reading
 from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.records import FileRecords
-from ds_trainer.tasks.registry import check_data_files, training_texts
+from ds_trainer.tasks.registry import check_data_files
 from ds_trainer.tasks.text import docstrings
 from ds_trainer.tasks.text.docstrings import CLASS_CAP, _first_paragraphs
 from ds_trainer.tasks.text.text_data import GLUE, is_regression, records
@@ -284,7 +284,6 @@ def test_docstrings_are_real_distinct_and_do_not_leak(monkeypatch: pytest.Monkey
     splits = {split: [row.value for row in records(TextSpec(), split).rows()] for split in ("train", "validation")}
     texts = [row.texts[0] for rows in splits.values() for row in rows]
     assert len(set(texts)) == len(texts)
-    assert 1_000 * len(packages) < len(splits["train"]) < 4_000 * len(packages)
     assert 0.08 < len(splits["validation"]) / len(texts) < 0.3
     for rows in splits.values():
         counts = {name: sum(row.label == name for row in rows) for name in {row.label for row in rows}}
@@ -292,4 +291,3 @@ def test_docstrings_are_real_distinct_and_do_not_leak(monkeypatch: pytest.Monkey
         assert min(counts.values()) > 100
         assert max(counts.values()) <= CLASS_CAP
         assert len({row.label for row in rows[:50]}) >= len(packages) - 1, "shuffled"
-    assert len(training_texts(TextSpec(name="docstrings"))) == len(splits["train"])

@@ -31,7 +31,6 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.run.loop import micro_batches
 from ds_trainer.run.objective import Objective
-from ds_trainer.tasks.evaluation import evaluate
 from ds_trainer.tasks.registry import build_task, check_data_files
 from ds_trainer.tasks.task import Forward
 from ds_trainer.tasks.text.text_data import positive_class
@@ -232,18 +231,6 @@ def test_logits_that_are_not_finite_have_no_score(build: Any) -> None:
         out.logits[[1, 4], 0] = value
         with pytest.raises(ValueError, match=r"validation: the model gives logits that are not finite .* for 2 of 6 "):
             task.score("validation", task.answers(out, batch))
-
-
-def test_classes_that_are_never_answered_are_a_warning(build: Any) -> None:
-    """By their names, with how many examples have them; one that no example has is none."""
-    task = build(["a", "a", "a", "b", "c", "c"])
-
-    def answering(*places: int) -> Any:
-        return lambda batch: SimpleNamespace(logits=torch.eye(3)[torch.tensor(places)[batch.ids]])
-
-    [warning] = evaluate(answering(0, 0, 0, 0, 1, 0), task, 4).warnings
-    assert "never answers these classes, though validation has them: c (2 times)." in warning
-    assert evaluate(answering(0, 0, 0, 2, 1, 0), task, 4).warnings == []
 
 
 def test_predictions_name_the_line_of_every_text(build: Any, classifier: Any) -> None:

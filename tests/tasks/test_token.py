@@ -1,4 +1,4 @@
-"""Tagged words from a file to a score: what is read, windows, labels, answers, entities, and heads that are kept."""
+"""Tagged words from a file to a score: what is read, windows, labels, answers and entities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 from support.tiny_tokenizers import SENTENCES, byte_pairs, unigrams, word_pieces
-from transformers import BertConfig, BertForTokenClassification, BertModel
+from transformers import BertConfig, BertModel
 
 from ds_trainer.files.reading import content_hash
 from ds_trainer.recipe.recipe import parse_task
@@ -57,7 +57,6 @@ def build(tmp_path: Path, model_folder: Path) -> Any:
 
 ONE = [(["a", "b"], ["B-x", "O"])]
 READINGS = {
-    "tabs": ("a\tB-x\nb\tO\n", ONE),
     "spaces": ("a B-x\nb   O \n", ONE),
     "blank lines": ("\n \na\tB-x\r\nb\tO\n\t\n\n \t \nc\tO\n\n", [*ONE, (["c"], ["O"])]),
     "four columns": ("-DOCSTART- -X- -X- O\n\na NNP I-NP B-x\nb VBZ I-VP O\n", ONE),
@@ -276,18 +275,3 @@ def test_a_model_that_gives_one_tag_or_none_is_told(build: Any) -> None:
     logits[1, 1, 0] = torch.nan
     with pytest.raises(ValueError, match=r"not finite .* 1 of 2 examples"):
         task.score("validation", task.answers(SimpleNamespace(logits=logits), batch))
-
-
-# Models
-
-
-def test_a_trained_head_of_the_same_tags_is_kept(tmp_path: Path, model_folder: Path, build: Any) -> None:
-    """In its own order, which is then the model's."""
-    names = ["I-LOC", "B-PER", "O", "B-LOC"]
-    config = BertConfig.from_pretrained(model_folder, num_labels=4, id2label=dict(enumerate(names)))
-    trained = BertForTokenClassification.from_pretrained(model_folder, config=config)
-    trained.save_pretrained(tmp_path / "trained")
-    word_pieces().save_pretrained(tmp_path / "trained")
-    task = build(source=tmp_path / "trained")
-    assert task.label_names == ("I-loc", "B-per", "O", "B-loc")
-    assert torch.equal(task.build_model(tmp_path / "trained").classifier.weight, trained.classifier.weight)

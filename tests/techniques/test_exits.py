@@ -92,25 +92,10 @@ def test_heads_learn_the_sum_of_their_losses_or_a_mean_weighted_by_layer(
     torch.testing.assert_close(terms["exits.heads"], expected / (sum(weights) if training == "joint" else 1))
 
 
-def test_the_second_stage_trains_the_heads_alone(sources, tmp_path):
-    """A step changes them alone, though the model's own head has a loss as well."""
-    plan = plan_for(*sources["classes"], tmp_path, exits={})
-    model, groups, objective = plan.prepare()
-    heads = {name for name, _ in model.named_parameters() if name.startswith("exit_heads.")}
-    assert {name for group in groups for name in group.parameters} == heads
-    assert objective.weights == {"task": 0.0, "exits.heads": 1.0}
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    batch = plan.task.collate(plan.task.examples("train"), range(8))
-    objective(Forward(batch, model(**batch.inputs), 0))[0].backward()
-    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
-    assert {name for name, p in model.named_parameters() if not torch.equal(p, before[name])} == heads
-
-
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
         ("classes", {"layers": [1, 5]}, r"exits: layers are \[1, 5\], and the model has 4"),
-        ("classes", {"target_speedup": 4.5}, "exits: target_speedup 4.5: the fastest is 4"),
         ("scores", {"criterion": "confidence"}, "exits: .*a regression has no probabilities"),
     ],
 )
@@ -120,16 +105,13 @@ def test_what_does_not_go_with_the_model_is_told_when_it_is_attached(sources, ki
 
 
 def test_folding_leaves_a_plain_model_and_a_folder_that_exits(sources, tmp_path):
-    """No head, hook or score is in the model, and the zeros that were asked for; the folder beside it loads."""
+    """No head, hook or score is in the model; the folder beside it loads, with heads that were not pruned."""
     exits = {"early_exit_entropy": [0.5, 0.6], "layers": [1, 3], "training": "joint"}
     prune = {"final_threshold": 0.25, "initial_warmup": 0, "final_warmup": 0}
     model = exported(sources["classes"], tmp_path, tmp_path / "out", exits=exits, prune=prune)
     plain = AutoModelForSequenceClassification.from_pretrained(sources["classes"][1])
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
-    for name, weight in loaded.bert.encoder.named_parameters():
-        assert weight.dim() == 1 or int(weight.count_nonzero()) == weight.numel() // 4, name
     saved = read_exits(tmp_path / "out")
     assert (saved.layers, saved.pooling, saved.held_out, saved.calibration) == ([1, 3], "first", 0.25, None)
     assert saved.policy == ExitPolicy(criterion="entropy", thresholds=[0.5, 0.6])
