@@ -111,7 +111,7 @@ def test_the_page_of_recipes_is_what_its_script_writes() -> None:
 def test_the_tests_that_the_matrix_names_exist() -> None:
     """docs/matrix.md proves each "yes" by a test; a test that was renamed must be named anew. So does the README."""
     named = set(re.findall(r"\[(?:yes|neurons)\]\(([^ ]+\.py) \"(test_\w+)\"\)", PAGE.read_text(encoding="utf-8")))
-    assert len(named) > 20
+    assert len(named) >= 15
     texts = {path: (PAGE.parent / path).read_text(encoding="utf-8") for path, _ in named}
     assert [test for path, test in named if f"def {test}(" not in texts[path]] == [], "run tools/write_matrix.py"
     assert short(PAGE.read_text(encoding="utf-8")) in README.read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.exported_models import emptied, inputs, save
-from support.launching import ROOT
+from support.launching import ROOT, exhaustive
 from support.zeroed import KIN
 from transformers import (
     AutoConfig,
@@ -40,6 +40,11 @@ FAMILIES = {
     "gpt2": (AutoModelForCausalLM, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 80, "vocab_size": 64}),
     "llama": (AutoModelForCausalLM, SMALL | {"intermediate_size": 48, "num_key_value_heads": 2}),
 }
+if exhaustive():
+    MLM = SMALL | {"intermediate_size": 48, "max_position_embeddings": 80}
+    FAMILIES |= dict.fromkeys(("bert", "electra"), (AutoModelForMaskedLM, MLM))
+    DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 64}
+    FAMILIES["distilbert"] = (AutoModelForMaskedLM, DISTILBERT)
 
 
 @pytest.fixture(scope="module", params=["cls", "qa shrunk"])
