@@ -1,7 +1,9 @@
-"""Language modelling from documents to a score: files, sequences, conversations, packed rows, batches and models."""
+"""Language modelling from documents to a score: files, sequences, conversations, packed rows, batches, models; the law
+of masks; and heads at chosen positions."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -18,11 +20,15 @@ from support.lm_files import CHATML, LINES, SMALL, chat, decoder_folder, lm_task
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    BartConfig,
     BertConfig,
     BloomConfig,
+    DebertaV2Config,
+    ElectraConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     RobertaConfig,
     ViTConfig,
 )
@@ -30,9 +36,11 @@ from transformers import (
 from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.recipe.task_specs import LmSpec
-from ds_trainer.tasks.data import Examples
+from ds_trainer.tasks.data import Array, Examples
+from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.lm_task import LmAnswer, LmTask
 from ds_trainer.tasks.lm.lm_text import records
+from ds_trainer.tasks.lm.masking import TokenMasking, choose, mask_tokens, token_weights
 from ds_trainer.tasks.lm.sequences import best_fit, packed
 from ds_trainer.tasks.registry import check_data_files, training_texts
 
@@ -552,3 +560,199 @@ def test_models_that_see_later_tokens_are_refused_until_they_are_causal(build: A
     with pytest.raises(ValueError, match="is a roberta model whose tokens see those after them"):
         task.build_model(tmp_path / "False")
     assert task.build_model(tmp_path / "True")
+
+
+# Masks
+
+MASK, VOCABULARY, SPECIAL = 2, 50, np.array([0, 1, 2])
+
+
+def rule_of(counts: Array | None = None, smoothing: float = 0.0, **fields: Any) -> TokenMasking:
+    counts = np.ones(VOCABULARY, np.int64) if counts is None else counts
+    shares = {"word_mask": 0.8, "word_rand": 0.1} | fields
+    spec = LmSpec(name="mlm", word_keep=max(0.0, 1 - shares["word_mask"] - shares["word_rand"]), **shares)
+    ordinary = np.setdiff1d(np.arange(VOCABULARY), SPECIAL)
+    return TokenMasking(spec, token_weights(counts, smoothing, SPECIAL), ordinary, MASK)
+
+
+def token_rows(rows: int, width: int, seed: int = 0) -> tuple[Array, Array, Array]:
+    """Rows of ordinary tokens within special ones at both ends."""
+    tokens = np.random.default_rng(seed).integers(3, VOCABULARY, (rows, width))
+    tokens[:, 0], tokens[:, -1] = 0, 1
+    return tokens, np.ones_like(tokens), np.arange(rows)
+
+
+def within(count: int, trials: int, chance: float) -> bool:
+    """Whether a binomial count is within five standard deviations."""
+    return abs(count - trials * chance) <= 5 * math.sqrt(trials * chance * (1 - chance))
+
+
+@pytest.mark.parametrize(("width", "share", "chosen"), [(102, 0.15, 15), (22, 0.15, 3), (5, 0.15, 1), (12, 1.0, 10)])
+def test_exactly_the_share_of_each_row_is_chosen(width: int, share: float, chosen: int) -> None:
+    """The number is not random: max(1, round(share * n)) of n tokens that are not special."""
+    _, found = mask_tokens(rule_of(mlm_mask_prop=share), *token_rows(20, width), draw=1)
+    assert found.sum(axis=1).tolist() == [chosen] * 20
+    assert not found[:, [0, -1]].any()
+
+
+def test_chosen_tokens_are_masked_kept_and_replaced_in_their_shares() -> None:
+    """80, 10 and 10% of 30,000 choices; random tokens are ordinary and all turn up; the rest is as it was."""
+    tokens, attended, ids = token_rows(2000, 102)
+    seen, chosen = mask_tokens(rule_of(), tokens, attended, ids, 3)
+    assert (seen == tokens)[~chosen].all()
+    trials = int(chosen.sum())
+    assert trials == 30_000
+    masked = chosen & (seen == MASK)
+    changed = chosen & (seen != tokens) & ~masked
+    assert within(int(masked.sum()), trials, 0.8)
+    assert within(int(changed.sum()), trials, 0.1 * (1 - 1 / 47))  # one in 47 random tokens is the token itself
+    assert set(seen[changed].tolist()) == set(range(3, VOCABULARY)), "no special ones"
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.7])
+def test_rare_tokens_are_chosen_by_the_law(smoothing: float) -> None:
+    """One of four tokens of counts 1 to 1,000 is drawn in proportion to count ** -smoothing; unseen counts as once."""
+    counts = np.zeros(VOCABULARY, np.int64)
+    counts[3:7] = [0, 10, 100, 1000]
+    rows = 20_000
+    tokens = np.tile([0, 3, 4, 5, 6, 1], (rows, 1))
+    _, chosen = mask_tokens(rule_of(counts, smoothing), tokens, np.ones_like(tokens), np.arange(rows), 0)
+    weights = np.array([1.0, 10.0, 100.0, 1000.0]) ** -smoothing
+    for found, chance in zip(chosen.sum(axis=0)[1:5], weights / weights.sum(), strict=True):
+        assert within(int(found), rows, chance)
+
+
+def test_two_are_drawn_one_after_the_other() -> None:
+    """Without replacement: a pair's chance is that of either order, each draw in proportion to what is left."""
+    weights, rows = np.array([1.0, 2.0, 5.0]), 20_000
+    uniform = np.random.default_rng(0).random((rows, 3))
+    chosen = choose(np.tile(weights, (rows, 1)), 2 / 3, uniform)
+    shares = weights / 8
+    pairs = {(0, 1): 0.0, (0, 2): 0.0, (1, 2): 0.0}
+    for a, b in pairs:
+        chance = shares[a] * shares[b] / (1 - shares[a]) + shares[b] * shares[a] / (1 - shares[b])
+        assert within(int((chosen[:, a] & chosen[:, b]).sum()), rows, chance)
+    assert (chosen.sum(axis=1) == 2).all()
+
+
+def test_a_mask_does_not_depend_on_the_batch() -> None:
+    """An example is masked the same alone, in another order, and padded to any width."""
+    tokens, attended, ids = token_rows(6, 40)
+    tokens[3, 20:], attended[3, 20:] = 0, 0
+    seen, _ = mask_tokens(rule_of(), tokens, attended, ids, 7)
+    order = np.array([5, 3, 0])
+    assert (mask_tokens(rule_of(), tokens[order], attended[order], ids[order], 7)[0] == seen[order]).all()
+    alone, _ = mask_tokens(rule_of(), tokens[3:4, :20], attended[3:4, :20], ids[3:4], 7)
+    assert (alone == seen[3:4, :20]).all()
+
+
+def test_each_draw_and_each_example_has_a_mask_of_its_own() -> None:
+    """The same draw gives the same masks; the next gives others; equal texts are masked differently."""
+    tokens, attended, ids = token_rows(50, 40)
+    tokens[:] = tokens[0]
+    drawn = [mask_tokens(rule_of(), tokens, attended, ids, draw)[1] for draw in (0, 0, 1, 2**64 - 1, -3)]
+    assert (drawn[0] == drawn[1]).all()
+    for first, second in ((0, 2), (2, 3), (3, 4)):
+        assert (drawn[first] != drawn[second]).any(axis=1).mean() > 0.9
+    assert len({row.tobytes() for row in drawn[0]}) > 45
+
+
+# Heads at chosen positions
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 8}
+OWN_DECODER = {"vocab_size": 40, "max_position_embeddings": 32, "pad_token_id": 0, "dropout": 0.0}
+BOTH_SIDES = {
+    f"{side}_{what}": size
+    for side in ("encoder", "decoder")
+    for what, size in (("layers", 2), ("attention_heads", 2), ("ffn_dim", 24))
+}
+MASKED = {
+    "bert": BertConfig(**SIZES),
+    "electra": ElectraConfig(**SIZES, embedding_size=8),
+    "deberta_v2": DebertaV2Config(**SIZES, **RELATIVE),
+    "deberta_v2_new_head": DebertaV2Config(**SIZES, **RELATIVE, legacy=False),
+}
+CAUSAL = {
+    "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40),
+    "opt": OPTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24, **OWN_DECODER),
+    "bart": BartConfig(d_model=16, **BOTH_SIDES, **OWN_DECODER),
+}
+POSITIONS = torch.tensor([1, 5, 8, 13])
+"""Places 1 and 5 of the first row of six, 2 of the second, 1 of the third."""
+
+
+def headed(name: str) -> Any:
+    torch.manual_seed(0)
+    auto, config = (AutoModelForMaskedLM, MASKED[name]) if name in MASKED else (AutoModelForCausalLM, CAUSAL[name])
+    return auto.from_config(copy.deepcopy(config)).eval()
+
+
+def attended_ids() -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 40, (3, 6), generator=torch.Generator().manual_seed(0))
+    attended = torch.tensor([[1] * 6, [1] * 6, [1, 1, 1, 0, 0, 0]])
+    return {"input_ids": ids * attended, "attention_mask": attended}
+
+
+@pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
+def test_logits_gradients_and_hidden_states_are_those_of_the_plain_model(name: str) -> None:
+    """At the positions to 1e-6, as (1, n, vocabulary); hidden states keep the whole batch."""
+    plain, model = headed(name), take_head_positions(headed(name))
+    expected = plain(**attended_ids(), output_hidden_states=True)
+    for _ in range(2):  # before and after a forward with positions
+        assert torch.equal(model(**attended_ids()).logits, expected.logits)
+        filled = model(**attended_ids(), head_positions=POSITIONS).get("past_key_values")
+        assert filled is None, "a loss needs no cache"
+    found = model(**attended_ids(), head_positions=POSITIONS, output_hidden_states=True)
+    wanted = expected.logits.flatten(0, 1)[POSITIONS]
+    assert found.logits.shape == (1, 4, 40)
+    torch.testing.assert_close(found.logits[0], wanted, atol=1e-6, rtol=0)
+    for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+    found.logits.square().sum().backward()
+    wanted.square().sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            torch.testing.assert_close(parameter.grad, other.grad, atol=1e-5, rtol=1e-5, msg=name)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = plain(**attended_ids()).logits.flatten(0, 1)[POSITIONS]
+        found = model(**attended_ids(), head_positions=POSITIONS).logits[0]
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, atol=0.01, rtol=0.02)
+    if plain.can_generate() and plain.config.model_type in CAUSAL:
+        settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        ids = attended_ids()["input_ids"][:2]
+        assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bert", "deberta_v2"])
+def test_hooks_take_tuples_forget_after_an_error_and_are_a_copys_own(name: str) -> None:
+    """A model that is asked for tuples gives its logits first. Neither it nor its encoder remembers positions."""
+    model = take_head_positions(headed(name))
+    expected = model(**attended_ids()).logits.flatten(0, 1)[POSITIONS]
+    twin = copy.deepcopy(model)
+    assert len({id(next(iter(each._forward_pre_hooks.values())).__self__) for each in (model, twin)}) == 2
+    with pytest.raises(IndexError):
+        model(torch.full((1, 6), 999), head_positions=POSITIONS)
+    assert model.base_model(**attended_ids()).last_hidden_state.shape == (3, 6, 16)
+    assert model(**attended_ids()).logits.shape == (3, 6, 40)
+    for each in (model, twin):
+        logits = each(**attended_ids(), head_positions=POSITIONS, return_dict=False)[0]
+        torch.testing.assert_close(logits[0], expected)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "bart"])
+def test_recomputed_layers_give_the_same_gradients(name: str) -> None:
+    """With gradient checkpointing, whose layers run again in the backward: the encoder's output is cut once."""
+    found = []
+    for checkpointing in (False, True):
+        model = take_head_positions(headed(name)).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(0)
+        model(**attended_ids(), head_positions=POSITIONS).logits.square().sum().backward()
+        found.append({key: each.grad for key, each in model.named_parameters() if each.grad is not None})
+    assert found[0]
+    torch.testing.assert_close(found[1], found[0])
