@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from support.launching import exhaustive
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
@@ -32,6 +33,8 @@ FAMILIES = {
     "qwen3": GROUPED,
     "deberta-v2": SMALL | {"max_position_embeddings": 40},
 }
+if exhaustive():
+    FAMILIES |= {"roberta": SMALL | {"max_position_embeddings": 40}, "electra": SMALL}
 DECODERS = ("gpt2", "llama", "qwen3")
 NEURONS_ALONE = {"attention": "block", "feed_forward": "neuron"}
 UNIFORM = {"mask_init": "uniform", "mask_scale": 1.0}
