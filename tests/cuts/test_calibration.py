@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.csv_files import SENTENCES, write_csv
+from support.labelled_files import SENTENCES, write_csv
 from support.lm_files import LINES, SMALL, bytes_tokenizer
 from support.squad_tasks import squad, with_words_only, word_pieces
 from support.zeroed import randomised

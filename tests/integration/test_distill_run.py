@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from support.distill_files import lm_files, squad_files
 from support.launching import becomes_model, log_of, read, train
-
-from ds_trainer.recipe.recipe import parse_task
-from ds_trainer.tasks.registry import build_task
 
 NAMES = ("finetune", "prune", "distill", "both")
 CASES = {
@@ -41,8 +36,6 @@ def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
     if name == "text":  # with the loss table itself
         terms = {"task": 0.2, "distill.logits": 0.8, "distill.cos": 0.5, "distill.hidden": 0.1}
         both = {"techniques": {"prune": prune, "distill": {"teacher": "@finetune"}}, "loss": terms}
-    cut = {"cut": {"layers": 1, "width": 0.5, "neurons": 0.5, "calibration_examples": 16}}
-    cut |= {"techniques": {"distill": {"teacher": "@finetune", "alpha_ce": 0.2, "alpha_distil": 0.8}}}
     return {
         "model": {"config": GPT2 if name == "clm" else BERT, "tokenizer": {"vocab_size": 256}},
         "task": task,
@@ -51,7 +44,6 @@ def recipe_for(name: str, text_task: dict, folder: Path) -> dict:
             {"name": "finetune", **common, "max_steps": 12},
             {"name": "prune", "techniques": {"prune": prune}, **start},
             {"name": "distill", "techniques": {"distill": distill | whole}, "student": {"layers": [1]}, **start},
-            *([{"name": "cut", **cut, **start}] if name == "clm" else []),
             {"name": "both", "save_steps": 3, **both, **start},
         ],
     }
@@ -83,17 +75,13 @@ def test_every_combination_trains(run):
 
 
 def test_the_scores_are_reported(run):
-    """The teacher's is the one it had when it was trained. SQuAD leaves its predictions, and a language model's
-    perplexity is exp of the mean loss over the labels."""
+    """The teacher's is the one it had when it was trained. SQuAD leaves its predictions."""
     name, output = run
     results = read(output / "eval_results.json")
     predictions = output / "eval" / "predictions.json"
     assert predictions.is_file() == (name == "squad")
     if name == "squad":
         assert read(predictions).keys() == {f"q{number}" for number in range(40)}
-    if name in ("mlm", "clm"):
-        scores = results["finetune"]
-        assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]), rel=1e-6)
     for phase in ("distill", "both"):
         of_teacher = {name: value for name, value in results[phase].items() if name.startswith("teacher/")}
         assert 0 <= of_teacher.pop("teacher/agreement") <= 1
@@ -109,11 +97,8 @@ def names_in(folder: Path) -> set[str]:
 
 
 def test_folders_are_plain_and_of_the_asked_size(run):
-    """A student of one layer, a pruned model with half its encoder's weights; no teacher and no scores inside.
-
-    A decoder that is cut in layers, width and neurons is one that its family's config describes; it learns.
-    """
-    name, output = run
+    """A student of one layer, a pruned model with half its encoder's weights; no teacher and no scores inside."""
+    _, output = run
     results = read(output / "all_results.json")
     folders = {phase: output / phase / "model" for phase in NAMES} | {"both": output / "model"}
     keys = {phase: names_in(folder) for phase, folder in folders.items()}
@@ -122,11 +107,6 @@ def test_folders_are_plain_and_of_the_asked_size(run):
     assert weights["distill"]["total"] * 2 == weights["finetune"]["total"]
     for phase in ("prune", "both"):
         assert weights[phase]["kept"] == weights[phase]["total"] // 2
-    if name == "clm":
-        config = read(output / "cut" / "model" / "config.json")
-        assert config.items() >= {"n_layer": 1, "n_embd": 16, "n_head": 1, "n_inner": 64}.items()
-        assert "auto_map" not in config
-        assert results["cut"]["eval"]["loss"] < results["cut"]["cut"]["scores"]["loss"]
 
 
 def test_no_checkpoint_holds_the_teacher_and_the_last_becomes_the_exported_model(run, tmp_path):
@@ -142,22 +122,10 @@ def test_no_checkpoint_holds_the_teacher_and_the_last_becomes_the_exported_model
         assert names - names_in(output / "model") <= tied
 
 
-def test_phases_share_a_cache_that_holds_what_the_teacher_says(run, tmp_path):
-    """One teacher, two phases that ask the same of it: one cache, in which rank 1's answers are in their places as
-    rank 0's. MLM, whose masks vary, has none."""
+def test_phases_share_a_cache(run):
+    """One teacher, two phases that ask the same of it: one cache. MLM, whose masks vary, has none."""
     name, output = run
-    folders = list((output.parent / "cache").glob("teacher-*"))
-    assert len(folders) == (0 if name == "mlm" else 1)
-    if name != "text":  # what differs between the families is tested in one process
-        return
-    teacher = str(output / "finetune" / "model")
-    task = build_task(parse_task(read(output / "recipe.json")["task"]), teacher, tmp_path)
-    examples = task.examples("train")
-    batch = task.collate(examples, range(len(examples)))
-    with torch.no_grad():
-        expected = task.build_model(teacher).eval()(**batch.inputs).logits
-    cached = torch.from_numpy(np.load(folders[0] / "logits.0.npy")).float()
-    torch.testing.assert_close(cached, expected, rtol=2e-3, atol=1e-3)
+    assert len(list((output.parent / "cache").glob("teacher-*"))) == (0 if name == "mlm" else 1)
 
 
 def test_an_untrained_teacher_is_told_before_anything_is_trained(tiny_recipe, tmp_path):

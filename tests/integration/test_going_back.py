@@ -8,7 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from support.killing import STEPS, alike, finish, resumed_at, status_of
+from support.killing import STEPS, alike, finish, resumed_at
 
 from ds_trainer.engine.checkpoint import Checkpoints, step_of
 
@@ -40,13 +40,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_does_what_is_asked_or_says_why_not_and_stays_as_it_was(server, words, whole, tmp_path):
-    """A named checkpoint of another seed, other techniques or groups, or a finished phase with another rate or pruning:
-    exit code 2, each difference is named, and no file changes. More steps of the last phase are trained from its newest
-    checkpoint, also where the first session that trains them is killed."""
+    """A named checkpoint of another seed, techniques or groups: exit code 2, each difference is named, no file changes.
+
+    More steps of the last phase are trained from its newest checkpoint, also where the first session that trains them
+    is killed.
+    """
     folder = tmp_path / "out"
     shutil.copytree(whole, folder)
     oldest, *_, newest = Checkpoints(folder).all()
-    whole_folder, status = contents(folder), status_of(folder)
+    finished = (folder / "finished.json").read_bytes()
     (folder / "finished.json").unlink()  # which would refuse another seed for the first phase already
     before = contents(folder)
     other = ("phases.prune.techniques.distill=null", 'phases.prune.groups=[{"params": "*LayerNorm*"}]')
@@ -57,14 +59,7 @@ def test_a_run_does_what_is_asked_or_says_why_not_and_stays_as_it_was(server, wo
     assert 'the techniques: ["distill", "prune"] before, ["prune"] now' in run.text
     assert "the parameter groups differ" in run.text
     assert contents(folder) == before
-    (folder / "finished.json").write_bytes(whole_folder["finished.json"])
-    changed = {"phases.finetune.learning_rate": 0.1, "phases.prune.techniques.prune.final_threshold": 0.5}
-    sets = [word for path, value in changed.items() for word in ("--set", f"{path}={value}")]
-    run = server.run(2, folder, *words, "--resume", *sets)
-    assert run.codes() == [2, 2], run.text[-3000:]
-    assert "phase finetune is finished, and learning_rate: 0.004 before, 0.1 now" in run.text
-    assert "phase prune is finished, and techniques.prune.final_threshold: " in run.text
-    assert (contents(folder), status_of(folder)["state"]) == (whole_folder, status["state"])
+    (folder / "finished.json").write_bytes(finished)
     longer = (*words, "--set", f"phases.prune.max_steps={STEPS + 4}")
     run = server.run(2, folder, *longer, "--resume")
     assert run.wait_until(lambda: f"\nprune: step {step_of(newest) + 2} " in run.text)
@@ -72,16 +67,3 @@ def test_a_run_does_what_is_asked_or_says_why_not_and_stays_as_it_was(server, wo
     again = finish(server, folder, longer)
     assert resumed_at(again) >= step_of(newest)
     assert json.loads((folder / "all_results.json").read_text())["prune"]["train"]["steps"] == STEPS + 4
-
-
-def test_going_back_to_an_earlier_phase_does_the_later_ones_again(server, words, whole, tmp_path):
-    """They start from another model now: their old checkpoints are put aside, and not gone on from."""
-    saving = ("--set", "phases.finetune.save_steps=2")
-    finish(server, tmp_path / "out", [*words, *saving])
-    named = ("--resume", str(tmp_path / "out/finetune/checkpoint-2"))
-    run = server.run(2, tmp_path / "out", *words, *saving, *named)
-    assert run.codes() == [0, 0], run.text[-3000:]
-    assert "finetune: resumed from " in run.text
-    assert resumed_at(run) == 0
-    assert any((tmp_path / "out").glob("superseded-*"))
-    assert alike(tmp_path / "out", whole)

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from support.launching import becomes_model, log_of, read, run_deepspeed, train
+from support.launching import becomes_model, log_of, read, train
 
 from ds_trainer.cli.command import run_command
 from ds_trainer.cli.evaluate import evaluate_command, read_evaluate_job
@@ -31,15 +31,10 @@ def recipe_file(tiny_recipe, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def output(recipe_file, tmp_path_factory) -> Path:
-    """The run of two ranks under ZeRO 3, with its report."""
+    """The run of two ranks under ZeRO 3."""
     folder = tmp_path_factory.mktemp("run") / "out"
-    train(2, recipe_file, folder, "--set", "report=true", engine="ds_configs/zero3.json")
+    train(2, recipe_file, folder, engine="ds_configs/zero3.json")
     return folder
-
-
-def line_of(page: Path, title: str) -> str:
-    (line,) = [line for line in page.read_text().splitlines() if line.startswith(f"| {title} |")]
-    return line
 
 
 @pytest.fixture(scope="module")
@@ -64,46 +59,25 @@ def test_the_run_folder_is_complete(output):
     assert "cache_dir" not in recipe, "recipes are passed on, and where data is cached is the choice of a user"
 
 
-def test_two_ranks_train_as_one_process_does(output, alone):
-    """Sharded over 2 ranks under ZeRO 3, or accumulated in one process: the same losses (without dropout), and both
-    phases learn."""
-    for phase in ("finetune", "prune"):
-        records = log_of(output, phase)
-        for one, two in zip(log_of(alone, phase), records, strict=True):
-            # rounding differs with the order of sums, and grows with the steps at this high rate
-            rel = 1e-4 if phase == "finetune" and one["step"] <= 10 else 3e-2
-            assert one["train/loss"] == pytest.approx(two["train/loss"], rel=rel)
-            prefixes = ("step", "train/lr", "prune/density", "prune/threshold", "train/weight")
-            same = [name for name in one if name.startswith(prefixes)]
-            assert {name: one[name] for name in same} == {name: two[name] for name in same}
-        assert records[-1]["train/loss"] < records[0]["train/loss"]
-
-
 def test_the_log_has_every_reading(output):
-    """Rates of every group, gradient norm, loss scale, skipped steps, throughput, threshold and densities; and the
-    loss is the weighted sum of the terms."""
+    """Rates of every group, gradient norm, loss scale, skipped steps, throughput, threshold and densities."""
     records = log_of(output, "prune")
     assert len(records) == 6
-    for record in records:
-        terms = {name.removeprefix("train/term/"): value for name, value in record.items() if "/term/" in name}
-        assert record["train/loss"] == pytest.approx(sum(record[f"train/weight/{n}"] * v for n, v in terms.items()))
     wanted = {f"train/{name}" for name in ("grad_norm", "loss_scale", "skipped_steps", "examples_per_s")}
     wanted |= {f"train/{name}" for name in ("tokens_per_s", "lr/*.mask_scores", "lr/weights", "lr/vectors")}
-    assert wanted | {"prune/threshold", "prune/density"} <= record.keys()
-    assert len([name for name in record if name.startswith("prune/density/")]) == 12
+    assert wanted | {"prune/threshold", "prune/density"} <= records[-1].keys()
+    assert len([name for name in records[-1] if name.startswith("prune/density/")]) == 12
 
 
 def test_every_record_has_its_epoch_and_the_peak_memory_of_every_rank(output):
     """Epochs are the examples seen over the 240 of training, in records of training and of evaluation alike. Memory is
-    that of both processes, more than the libraries take; the page names the largest."""
+    that of both processes, more than the libraries take."""
     peaks = {name: [] for name in ("memory/resident/rank0", "memory/resident/rank1")}
     for phase in ("finetune", "prune"):
         records = log_of(output, phase, "step")
         assert [r["epoch"] for r in records] == [pytest.approx(16 * r["step"] / 240) for r in records]
         assert any("eval/accuracy" in record for record in records)
-        epochs = read(output / "all_results.json")[phase]["train"]["epochs"]
-        assert epochs == pytest.approx(records[-1]["epoch"])
-        assert f" {epochs:.2f} |" in line_of(output / "report.md", "epochs")
+        assert read(output / "all_results.json")[phase]["train"]["epochs"] == pytest.approx(records[-1]["epoch"])
     for record in records:
         prefix = "" if "train/loss" in record else "eval/"
         assert {f"{prefix}{name}" for name in peaks} == {name for name in record if "memory/" in name}
@@ -111,9 +85,6 @@ def test_every_record_has_its_epoch_and_the_peak_memory_of_every_rank(output):
             values.append(record[f"{prefix}{name}"])
     assert all(200 << 20 < value < 8 << 30 for values in peaks.values() for value in values)
     assert peaks["memory/resident/rank0"] != peaks["memory/resident/rank1"]
-    rank = max(range(2), key=lambda rank: max(peaks[f"memory/resident/rank{rank}"]))
-    most = max(peaks[f"memory/resident/rank{rank}"]) / 2**30
-    assert line_of(output / "report.md", "peak memory, resident").endswith(f" {most:.2f} GiB (rank {rank}) |")
 
 
 def test_the_results_say_what_every_phase_was_trained_on(output):
@@ -155,16 +126,6 @@ def test_plain_transformers_loads_the_pruned_model(output):
         assert counts["kept"] == round(0.25 * matrix.numel())
     assert weights["encoder"]["kept"] == sum(counts["kept"] for counts in weights["layers"].values())
     assert weights["model"]["total"] == sum(p.numel() for p in model.parameters())
-
-
-def test_evaluating_the_folder_gives_the_runs_score(output, recipe_file, tmp_path):
-    """launch/evaluate.py on 2 ranks gives the accuracy that the run reported, over 61 examples."""
-    expected = read(output / "eval_results.json")["prune"]["accuracy"]
-    assert round(expected * 61, 3) == round(expected * 61)
-    flags = ("--recipe", str(recipe_file), "--output_file", str(tmp_path / "scores.json"))
-    run = run_deepspeed(2, "launch/evaluate.py", str(output / "model"), *flags)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert read(tmp_path / "scores.json")["accuracy"] == pytest.approx(expected)
 
 
 def test_the_last_checkpoint_is_the_exported_model(output, alone, tmp_path):

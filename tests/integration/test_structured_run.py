@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.launching import becomes_model, log_of, read, train
+from support.launching import log_of, read, train
 
 import ds_trainer
 from ds_trainer.models.layers import FIELD, encoder_linears
@@ -24,14 +24,14 @@ def run(tiny_recipe, tmp_path_factory) -> Path:
     magnitude = {"pruning_method": "magnitude", "final_threshold": 0.2, **SOON}
     magnitude |= {"global_topk": True, "global_topk_frequency_compute": 3}
     sparse = {"start_from": "@dense", "max_steps": 6}
-    cut = {"name": "cut", "max_steps": 6, "save_steps": 6, "eval_steps": 2, "shrink": True}
+    cut = {"name": "cut", "max_steps": 6, "eval_steps": 2, "shrink": True}
     phases = [
         {"name": "dense", "max_steps": 4},
         cut | {"techniques": {"prune": hybrid, **TEACH}},
         {"name": "filled", "max_steps": 2, "techniques": TEACH},
         sparse | {"name": "unseen", "techniques": {"prune": magnitude}},
         sparse | {"name": "sparse", "techniques": {"prune": magnitude | VIEW}, "eval_steps": 2},
-        {"name": "kept", "max_steps": 4, "save_steps": 4, "techniques": {"keep_zeros": True}},
+        {"name": "kept", "max_steps": 4, "techniques": {"keep_zeros": True}},
     ]
     folder = tmp_path_factory.mktemp("structured")
     recipe = tiny_recipe | {"phases": [common | phase for phase in phases], "tensorboard": False}
@@ -60,12 +60,6 @@ def test_what_is_cut_is_smaller_and_is_trained_on(run):
     before, after = (load_file(run / phase / "model" / "model.safetensors") for phase in ("cut", "filled"))
     assert all(after[name].shape == before[name].shape for name in before)
     assert any(not torch.equal(after[name], before[name]) for name in before if "layer" in name)
-
-
-def test_checkpoints_become_what_the_phases_have_left(run, tmp_path):
-    """That of an earlier phase, cut as its model is, and that of the last."""
-    assert becomes_model(run / "cut" / "checkpoint-6", run / "cut" / "model", tmp_path / "cut")
-    assert becomes_model(run / "checkpoint-4", run / "model", tmp_path / "kept")
 
 
 def test_zeros_are_kept_under_zero_3(run):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 
 import psutil
-import pytest
 from support.forked_ranks import FORK_PYTHONS, ForkedRun
 
 from ds_trainer.cli.train import read_train_job
@@ -88,34 +85,3 @@ def test_every_trial_has_an_outcome_and_an_ended_tuning_goes_on(server, taught_r
     tuned = ["--deepspeed_config", str(out / "tuned.json"), "--recipe", str(out / "tuned_recipe.json")]
     job = read_train_job([*tuned, "--output_dir", str(out / "new")])
     assert job.engine_config["zero_optimization"]["stage"] == 2
-
-
-def test_trials_for_a_score_are_scored_on_held_out_examples_alone(server, tiny_recipe, csv_folder, tmp_path):
-    """On two ranks. They are a fifth of 240 training rows; a run that read the evaluation set would have failed.
-
-    A run of a loss that is not finite is a result. The model of the winner is kept, and its recipe trains.
-    """
-    shutil.copy(csv_folder / "train.csv", tmp_path)
-    row = (csv_folder / "validation.csv").read_text().splitlines()[1]
-    (tmp_path / "validation.csv").write_text(f"text,kind\n{row}\nthe poison,a label that training has not\n")
-    recipe = copy.deepcopy(tiny_recipe)
-    recipe["task"] |= {"data_dir": str(tmp_path), "held_out": 0.2}
-    recipe["phases"] = [recipe["phases"][0] | {"name": "train", "max_steps": 8, "eval_steps": 4}]
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    out, log = tmp_path / "out", tmp_path / "log.txt"
-    words = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", str(tmp_path / "recipe.json")]
-    words += ["--recipe_space", json.dumps({"phases.train.learning_rate": [1e30]}), "--metric", "eval/accuracy"]
-    words += ["--num_gpus", "2", "--output_dir", str(out)]
-    run = server.start(0, ["launch/tune.py", *words], (log, log), {0: FORK_PYTHONS})
-    assert run.codes() == [0], run.text[-3000:]
-    mine, other = (json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines())
-    assert (mine["outcome"], other["outcome"]) == ("measured", "not finite")
-    assert [step for step, _ in mine["details"]["curve"]] == [4, 8]
-    assert mine["value"] == mine["details"]["curve"][-1][1]
-    assert mine["value"] * 48 == pytest.approx(round(mine["value"] * 48), abs=1e-4)
-    assert mine["details"]["costs"].keys() >= {"MiB", "ms (batch 1)"}
-    assert "of 48 held-out examples" in run.text
-    assert list(out.glob("trials/*/model/config.json"))
-    tuned = ["--deepspeed_config", str(out / "tuned.json"), "--recipe", str(out / "tuned_recipe.json")]
-    job = read_train_job([*tuned, "--output_dir", str(out / "new")])
-    assert (job.recipe.phases[0].learning_rate, job.recipe.task.score_held_out) == (4e-3, False)

@@ -1,4 +1,4 @@
-"""Phases without optimizer steps, by the command on 2 ranks, and a warning of classes that a model never gives."""
+"""Phases without optimizer steps, by the command on 2 ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.launching import log_of, read, run_script, train
-
-UNANSWERED = "never answers these classes"
 
 
 @pytest.fixture(scope="module")
@@ -50,42 +48,10 @@ def test_a_phase_of_no_epochs_is_scored_like_any_other(output, tmp_path):
     assert list((output / "tensorboard" / "half").glob("events*"))
 
 
-def test_a_model_that_gives_one_answer_to_everything_is_named(tiny_recipe, output, tmp_path):
-    """On the console once, in the results and in the report, and by the command to evaluate."""
-    folder = tmp_path / "blind"
-    folder.mkdir()
-    for path in (output / "model").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    weights = load_file(folder / "model.safetensors")
-    weights |= {name: torch.zeros_like(value) for name, value in weights.items() if name.startswith("classifier")}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    phase = {"name": "train", "max_steps": 1, "learning_rate": 0.0}
-    recipe = tiny_recipe | {"phases": [phase], "model": {"name_or_path": str(folder)}, "report": True}
-    run = tmp_path / "out"
-    done = train(2, recipe, run)
-    assert done.stderr.count(UNANSWERED) == 1
-    (warning,) = read(run / "all_results.json")["train"]["warnings"]
-    assert "though validation has them" in warning
-    assert UNANSWERED in (run / "report.md").read_text()
-    done = run_script("launch/evaluate.py", str(folder), "--recipe", str(tmp_path / "recipe.json"))
-    assert done.stderr.count(UNANSWERED) == 1
-
-
-def test_a_second_cut_keeps_a_share_of_what_the_first_has_left(tiny_recipe, output, tmp_path, write_json):
-    """Two untrained phases; `--resume` has nothing to do, and gives the same results.
-
-    A recipe that trains nothing asks nothing of the engine file: one that DeepSpeed refuses does.
-    """
+def test_a_recipe_that_trains_nothing_asks_nothing_of_the_engine_file(tiny_recipe, output, tmp_path, write_json):
+    """One that DeepSpeed refuses does."""
     refused = {"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}
-    half = {"granularity": "neuron", "uniform": True, "keep": 0.5, "calibration_examples": 64}
-    cuts = [{"name": name, "num_train_epochs": 0, "cut": half} for name in ("half", "cut")]
-    model = {"name_or_path": str(output / "dense" / "model")}
-    recipe = tiny_recipe | {"phases": cuts, "model": model}
-    results = []
-    for more in ([], ["--resume"]):
-        train(2, recipe, tmp_path / "out", *more, engine=write_json("engine.json", refused))
-        results.append(read(tmp_path / "out" / "all_results.json"))
-    assert results[0]["cut"]["eval"] == results[1]["cut"]["eval"]
-    layers = [results[0][name]["weights"]["layers"] for name in ("half", "cut")]
-    ways_in = [[count["total"] for name, count in counts.items() if "intermediate" in name] for counts in layers]
-    assert ways_in == [[32 * 32] * 2, [16 * 32] * 2], "of 64 neurons by 32 inputs"
+    recipe = tiny_recipe | {"model": {"name_or_path": str(output / "dense" / "model")}}
+    recipe["phases"] = [{"name": "kept", "num_train_epochs": 0}]
+    train(2, recipe, tmp_path / "out", engine=write_json("engine.json", refused))
+    assert read(tmp_path / "out" / "all_results.json").keys() == {"kept"}

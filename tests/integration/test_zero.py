@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.launching import run_deepspeed
-from support.zero_matrix import DISTILLED, EXITS, METHODS, Case, cases, cuts, reference, stages
+from support.zero_matrix import DISTILLED, EXITS, METHODS, Case, cases, cuts, reference
 
 TOLERANCE = {"fp32": 2e-6, "autocast": 3e-4, "bf16": 3e-3}
 """Of the loss, relative. bf16 at ZeRO 0 goes through DeepSpeed's unfused fp16 optimizer: hence 3e-3."""
@@ -94,13 +94,3 @@ def test_the_gradient_of_a_global_batch_does_not_depend_on_how_it_is_cut(ranks, 
         )
         assert size > 0.1
         assert difference < 1e-5 * size, f"{cut} on {ranks} ranks: {float(difference / size):.2g}"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_top_k_cache_goes_on_bit_by_bit_where_it_was_stopped(ranks, outputs):
-    """In bf16, under ZeRO 0 to 3: the weights after four steps, resumed in the midst of them or not."""
-    found = torch.load(f"{outputs(ranks)}.pt")
-    for stage in stages(ranks):
-        whole, resumed = found[f"whole-{stage}"], found[f"resumed-{stage}"]
-        assert whole
-        assert all(torch.equal(resumed[name], value) for name, value in whole.items()), f"stage {stage}"

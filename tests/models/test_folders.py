@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.csv_files import write_csv
+from support.labelled_files import write_csv
 from support.launching import ROOT
 from transformers import BertConfig, BertForSequenceClassification, BertModel, CTRLTokenizer
 

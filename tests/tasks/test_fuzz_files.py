@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import NOISY, as_json, fuzzed, refusal, spoilt_bytes, spoilt_json
-from support.official_files import OFFICIAL
+from support.labelled_files import OFFICIAL
 
 from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.recipe.task_specs import FAMILIES, family

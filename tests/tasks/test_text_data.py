@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.labelled_files import OFFICIAL
 from support.launching import exhaustive
-from support.official_files import OFFICIAL
 
 from ds_trainer.files import reading
 from ds_trainer.recipe.task_specs import TextSpec

@@ -13,7 +13,7 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 import torch
-from support.csv_files import SENTENCES, write_csv
+from support.labelled_files import SENTENCES, write_csv
 from transformers import (
     BertConfig,
     BertForMaskedLM,
