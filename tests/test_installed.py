@@ -72,6 +72,15 @@ def test_the_commands_work_without_the_checkout(clean):
     assert (clean / "out" / "report.html").stat().st_size > 1000
 
 
+def test_a_python_without_the_packages_is_told_what_to_do(clean):
+    """Each missing package is named, and the way out: there is no traceback of an import."""
+    (library,) = (clean / "env" / "lib").glob("python*/site-packages")
+    call = f"import sys; sys.path.append({str(library)!r}); from ds_trainer.cli.main import main; main('train')"
+    done = run(clean, shlex.join(["python", "-S", "-c", call]))
+    assert done.returncode == 2
+    assert "has no torch, deepspeed, transformers, pydantic, hjson: activate the environment" in done.stderr
+
+
 def test_the_release_has_one_version():
     """CITATION.cff and the top of CHANGELOG.md tell the version of the package, unless a later one is in the making."""
     parts = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
