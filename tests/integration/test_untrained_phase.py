@@ -1,4 +1,4 @@
-"""Phases without optimizer steps, by the command on 2 ranks."""
+"""Phases without optimizer steps, by the command on 2 ranks, and a warning of classes that a model never gives."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.launching import log_of, read, run_script, train
+
+UNANSWERED = "never answers these classes"
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,27 @@ def test_a_phase_of_no_epochs_is_scored_like_any_other(output, tmp_path):
     assert read(tmp_path / "scores.json")["accuracy"] == pytest.approx(half["eval"]["accuracy"])
     assert "| dense | half | again |" in (output / "report.md").read_text()
     assert list((output / "tensorboard" / "half").glob("events*"))
+
+
+def test_a_model_that_gives_one_answer_to_everything_is_named(tiny_recipe, output, tmp_path):
+    """On the console once, in the results and in the report, and by the command to evaluate."""
+    folder = tmp_path / "blind"
+    folder.mkdir()
+    for path in (output / "model").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    weights |= {name: torch.zeros_like(value) for name, value in weights.items() if name.startswith("classifier")}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    phase = {"name": "train", "max_steps": 1, "learning_rate": 0.0}
+    recipe = tiny_recipe | {"phases": [phase], "model": {"name_or_path": str(folder)}, "report": True}
+    run = tmp_path / "out"
+    done = train(2, recipe, run)
+    assert done.stderr.count(UNANSWERED) == 1
+    (warning,) = read(run / "all_results.json")["train"]["warnings"]
+    assert "though validation has them" in warning
+    assert UNANSWERED in (run / "report.md").read_text()
+    done = run_script("launch/evaluate.py", str(folder), "--recipe", str(tmp_path / "recipe.json"))
+    assert done.stderr.count(UNANSWERED) == 1
 
 
 def test_a_recipe_that_trains_nothing_asks_nothing_of_the_engine_file(tiny_recipe, output, tmp_path, write_json):
