@@ -99,7 +99,7 @@ def write_checked(
 
 
 def session(path: Path, threads: int) -> InferenceSession:
-    """Open an .onnx file on so many threads of the CPU; UserError where onnxruntime cannot load it.
+    """Open an .onnx file on this number of CPU threads; UserError where onnxruntime cannot load it.
 
     Its threads sleep between calls: else they take the cores from whatever else the process runs, torch for example.
     """

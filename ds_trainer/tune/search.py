@@ -32,7 +32,7 @@ ENGINE_FILE, RECIPE = "tuned.json", "tuned_recipe.json"
 _FINALISTS, _FINAL_ROUNDS, _FOR_FINALS = 3, 2, 0.4
 """How many are timed again beside the user's own, how often, and the part of the budget that is kept for it."""
 _ALL, _DRAWS = 128, 1000
-"""As many combinations for a score are all tried; of more, so many are drawn at most, known and refused ones too."""
+"""Up to this number, all combinations for a score are tried; of more, this many are drawn at most, refused ones too."""
 _FINISHED, _WARM_UP = 3, 3
 """The runs that must have finished before one is ended early, and the part of the steps in which none is: a third."""
 

@@ -109,7 +109,7 @@ def test_unknown_characters_cost_a_unigram_tokenizer_what_they_did() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exactly_so_many_tokens_stay(kind: str) -> None:
+def test_exactly_the_number_asked_for_stays(kind: str) -> None:
     """With a limit: those that must, then the first of the wanted ones that fit with all that they need."""
     _, vocabulary = known(kind)
     least = len(vocabulary.select([], []))

@@ -209,7 +209,7 @@ def test_the_command_makes_only_pages_that_are_its_own(run, tmp_path, capsys):
 
 
 def phase(metric: str, score: float, *ms: float, **more: Any) -> dict[str, Any]:
-    """The results of a phase whose model takes so many milliseconds at batch 1 and 32."""
+    """The results of a phase whose model takes these milliseconds at batch 1 and 32."""
     latency = {f"batch_{size}": {"median_ms": value} for size, value in zip((1, 32), ms, strict=False)}
     return {"eval": {metric: score, **more.pop("eval", {})}, "latency": latency, **more}
 

@@ -94,7 +94,7 @@ class ForkServer:
         engine: str = "ds_configs/zero2.json",
         sabotage: dict[int, str] | None = None,
     ) -> ForkedRun:
-        """Start `launch/train.py` on so many ranks; `sabotage` is code that a rank runs before."""
+        """Start `launch/train.py` on this number of ranks; `sabotage` is code that a rank runs before."""
         log = output.with_name(f"{output.name}.{time.monotonic_ns()}.txt")
         words = ["launch/train.py", "--deepspeed_config", engine, "--output_dir", str(output), *arguments]
         return self.start(ranks, words, (log, log), sabotage)
@@ -102,7 +102,7 @@ class ForkServer:
     def start(
         self, ranks: int, words: list[str], logs: tuple[Path, Path], sabotage: dict[int, str] | None = None
     ) -> ForkedRun:
-        """Start a script on so many ranks, or on 0 as a process without ranks; standard output and error go to `logs`.
+        """Start a script on this number of ranks, or on 0 as a process without ranks; standard output and error go to `logs`.
 
         Every process leads a session, as under DeepSpeed's launcher.
         """

@@ -22,7 +22,7 @@ ENDLESS = ("--set", f"phases.{PHASE}.max_steps=5000")
 
 
 def arguments(recipe: Path, every: int, steps: int) -> list[str]:
-    """A run that saves every so many steps, and says at each where it is; its gradients are reduced all at once."""
+    """A run that saves every few steps, and says at each where it is; its gradients are reduced all at once."""
     return [
         *("--recipe", str(recipe), "--set", "tensorboard=false"),
         *("--set", "zero_optimization.reduce_bucket_size=1000000"),

@@ -1,6 +1,6 @@
 """A tiny BERT pruned, distilled and with exits for a few steps: under the real engine, and by a plain torch loop.
 
-`deepspeed --num_gpus N tests/support/zero_matrix.py OUT` runs the cases of so many ranks under the engine and writes
+`deepspeed --num_gpus N tests/support/zero_matrix.py OUT` runs the cases of N ranks under the engine and writes
 the losses; the test compares them with `reference(case)`. To OUT.pt it writes the gradient of one global batch of
 labels of tokens, distilled, for many ways to cut it in micro-batches.
 """
