@@ -109,14 +109,16 @@ class Phase(Strict):
 
     per_device_eval_batch_size: Positive = Field(64, description="examples of a batch on each rank at evaluation")
     max_skipped_steps: Positive = Field(50, description="in a row; fp16 with a scale of 2**32 skips 33 at the most")
-    logging_steps: Steps = Field(10, description="steps from one record to the next")
-    eval_steps: Steps | None = Field(None, description="steps from one evaluation to the next; the last one is at the end")
-    save_steps: Steps | None = Field(None, description="steps from one checkpoint-N to the next")
-    save_total_limit: Positive | None = Field(None, description="the number of checkpoints to keep, the last ones")
+    logging_steps: Steps = Field(10, description="steps between records of the log")
+    eval_steps: Steps | None = Field(None, description="steps between evaluations; one is always at the end")
+    save_steps: Steps | None = Field(None, description="steps between checkpoints")
+    save_total_limit: Positive | None = Field(None, description="how many checkpoints to keep, the last ones")
     metric_for_best_model: str | None = Field(None, description="e.g. accuracy: also keep the best checkpoint by it")
     greater_is_better: bool | None = Field(None, description="whether more of that is better; by default its task says")
     load_best_model_at_end: bool = Field(False, description="export that checkpoint, not the last step")
-    early_stopping_patience: Positive | None = Field(None, description="end after this number of evaluations without a better")
+    early_stopping_patience: Positive | None = Field(
+        None, description="evaluations without a better one that end the phase"
+    )
     shrink: bool = Field(False, description="cut out of the exported model the heads and neurons that are all zero")
 
     @property

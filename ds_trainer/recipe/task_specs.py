@@ -35,7 +35,7 @@ class TaskBase(Strict):
     train_file: str | None = Field(None, description="relative to data_dir")
     validation_file: str | None = Field(None, description="relative to data_dir")
     pad_to_multiple_of: Positive = Field(1, description="8 suits tensor cores")
-    max_train_samples: Positive | None = Field(None, description="the number of training examples to take, spaced evenly")
+    max_train_samples: Positive | None = Field(None, description="how many training examples to take, spaced evenly")
     max_eval_samples: Positive | None = Field(None, description="the same of the evaluation set")
 
     @property

@@ -102,7 +102,7 @@ class ForkServer:
     def start(
         self, ranks: int, words: list[str], logs: tuple[Path, Path], sabotage: dict[int, str] | None = None
     ) -> ForkedRun:
-        """Start a script on this number of ranks, or on 0 as a process without ranks; standard output and error go to `logs`.
+        """Start a script on ranks, or on 0 as a process without any; standard output and error go to `logs`.
 
         Every process leads a session, as under DeepSpeed's launcher.
         """
