@@ -39,27 +39,33 @@ _SECONDS = 1.0
 """A batch that is timed has fewer examples than a micro-batch where that would take longer than this."""
 
 
-def rehearse_phases(job: TrainJob) -> list[dict[str, Any]]:
+@contextmanager
+def rehearsal_folder() -> Iterator[Path]:
+    """Make a temporary folder for the models of a rehearsal, of one path on all hosts; remove it at the end."""
+    folder = Path(distributed.on_main(tempfile.mkdtemp))
+    try:
+        yield folder
+        distributed.barrier()  # all ranks of a host share it
+    finally:
+        if distributed.local_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def rehearse_phases(job: TrainJob, folder: Path) -> list[dict[str, Any]]:
     """Build every phase, and return what `dry_run` prints of each. Raises UserError.
 
     A phase that starts from the model of an earlier one is built from the model that the earlier phase starts from.
-    Students and new models are made in a temporary folder, and cuts in about their shape. DeepSpeed checks the engine
+    Students and new models are made in `folder`, and cuts in about their shape. DeepSpeed checks the engine
     file once for each precision, and with a scheduler in it for each list of rates; whatever else differs between the
     phases is set by this library and needs no check.
     """
-    aside = Path(distributed.on_main(tempfile.mkdtemp))
-    try:
-        models, descriptions = RehearsedModels(job.recipe, aside), []
-        checked: set[tuple[str, tuple[float, ...]]] = set()
-        for phase in progress(job.recipe.phases, "checking the phases", "phase"):
-            plan = plan_phase(job, phase, models)
-            descriptions.append(_rehearsed(job, plan, models, checked))
-            models.add(phase.name, plan.source)
-        distributed.barrier()  # all ranks of a host share its folder
-        return descriptions
-    finally:
-        if distributed.local_rank() == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+    models, descriptions = RehearsedModels(job.recipe, folder), []
+    checked: set[tuple[str, tuple[float, ...]]] = set()
+    for phase in progress(job.recipe.phases, "checking the phases", "phase"):
+        plan = plan_phase(job, phase, models)
+        descriptions.append(_rehearsed(job, plan, models, checked))
+        models.add(phase.name, plan.source)
+    return descriptions
 
 
 def _rehearsed(

@@ -30,7 +30,7 @@ from ds_trainer.report.page import write_report
 from ds_trainer.report.results import dry_run_table, results_table
 from ds_trainer.run.loop import train
 from ds_trainer.run.phase import EVAL_CURE, PhasePlan, folder_of, plan_phase
-from ds_trainer.run.rehearsal import rehearse_phases
+from ds_trainer.run.rehearsal import rehearsal_folder, rehearse_phases
 from ds_trainer.run.resuming import (
     checkpoint_to_go_back_to,
     go_back,
@@ -49,18 +49,20 @@ def run(job: TrainJob) -> dict[str, Any]:
     """Train every phase of the recipe, and return the results by phase; the last phase's model is `output/model`."""
     status = RunStatus(job.output)
     with StopRequests() as stop, status.recorded(), joined(job.timeout):
-        rehearse_phases(job)
-        stop.check()  # whoever interrupts the run may have seen a mistake: nothing is deleted yet
-        folder = RunFolder(job.output)
-        distributed.on_main(folder.lock)
-        named = checkpoint_to_go_back_to(folder, job)
-        results: dict[str, Any] = distributed.on_main(partial(open_run, folder, job))
+        with rehearsal_folder() as rehearsed:
+            rehearse_phases(job, rehearsed)
+            stop.check()  # whoever interrupts the run may have seen a mistake: nothing is deleted yet
+            folder = RunFolder(job.output)
+            distributed.on_main(folder.lock)
+            named = checkpoint_to_go_back_to(folder, job)
+            results: dict[str, Any] = distributed.on_main(partial(open_run, folder, job))
+            models = StartingModels(job.recipe, job.output / MADE)
+            models.take_over(rehearsed)
         finished = [phase for phase in job.recipe.phases if phase.name in results]
         lengthened = distributed.on_main(partial(phase_to_lengthen, job, finished))
         if lengthened:
             distributed.info(f"{lengthened.name}: the finished phase is trained further")
             del results[lengthened.name]
-        models = StartingModels(job.recipe, job.output / MADE)
         for phase in job.recipe.phases:
             stop.check()
             if phase.name not in results:
@@ -83,8 +85,8 @@ def run(job: TrainJob) -> dict[str, Any]:
 
 def dry_run(job: TrainJob) -> str:
     """Return what would be done as a table; or as JSON, with both files resolved and what each rank holds."""
-    with joined():
-        phases = rehearse_phases(job)
+    with joined(), rehearsal_folder() as folder:
+        phases = rehearse_phases(job, folder)
     whole = {"recipe": job.recipe.model_dump(), "phases": phases}
     return json.dumps(redacted(whole), indent=2) if job.dry_run == "json" else dry_run_table(phases)
 

@@ -4,6 +4,7 @@ A run makes a new model where the recipe has a config for one, and a student or 
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,12 @@ class StartingModels:
     def add(self, phase: str, model: Path | str) -> None:
         """Let later phases refer to the model of this phase."""
         self._of_phases[phase] = str(model)
+
+    def take_over(self, rehearsed: Path) -> None:
+        """Copy the new model of the recipe's config that a rehearsal has made in its folder: it would be the same."""
+        made, unmarked = rehearsed / _INITIAL, shutil.ignore_patterns(MARKER)
+        if distributed.on_main(made.is_dir):
+            self._initial(lambda target: shutil.copytree(made, target, ignore=unmarked, dirs_exist_ok=True))
 
     def start(self, phase: Phase) -> str:
         """Return the model that the phase starts from, or the student or cut that is made of it."""
@@ -87,20 +94,23 @@ class StartingModels:
         earlier = self.recipe.earlier(phase, reference)
         return self._of_phases[earlier.name] if earlier else self.recipe.model.name_or_path or self._initial()
 
-    def _initial(self) -> str:
-        """Return the folder of a new model of the recipe's config, its tokenizer trained on the first phase's text."""
+    def _initial(self, create: Callable[[Path], object] | None = None) -> str:
+        """Return the folder of a new model of the recipe's config, its tokenizer trained on the first phase's text.
+
+        `create` makes it in another way.
+        """
         config, seed = self.recipe.model.config, self.recipe.seed
         assert config is not None, "read_train_job saw to it"
         spec = self.recipe.model.tokenizer or TokenizerSpec()
         task = self.recipe.phases[0].task or self.recipe.task
 
-        def create(target: Path) -> None:
+        def train(target: Path) -> None:
             tokenizer = train_tokenizer(training_texts(task), spec.vocab_size, spec.lowercase)
             create_folder(config, tokenizer, target, seed)
 
-        return self._made(_INITIAL, lambda: [config, spec.model_dump(), task.model_dump(), seed], create)
+        return self._made(_INITIAL, lambda: [config, spec.model_dump(), task.model_dump(), seed], create or train)
 
-    def _made(self, name: str, identity: Callable[[], Any], build: Callable[[Path], None]) -> str:
+    def _made(self, name: str, identity: Callable[[], Any], build: Callable[[Path], object]) -> str:
         target = self.folder / name
         distributed.on_each_host(lambda: _make(target, identity(), build))
         return str(target)
@@ -121,11 +131,11 @@ class MadeModels(StartingModels):
     def _cut(self, phase: Phase, spec: CutSpec, source: str) -> str:
         return str(self.folder / phase.name)
 
-    def _made(self, name: str, identity: Callable[[], Any], build: Callable[[Path], None]) -> str:
+    def _made(self, name: str, identity: Callable[[], Any], build: Callable[[Path], object]) -> str:
         return str(self.folder / name)
 
 
-def _make(target: Path, identity: Any, build: Callable[[Path], None]) -> None:
+def _make(target: Path, identity: Any, build: Callable[[Path], object]) -> None:
     """Build a model in a folder, unless a whole one of the same identity is there; its marker is written last."""
     if _is_made(target, identity):
         return
