@@ -125,8 +125,12 @@ MUTANTS = [
     ("(score if self.greater else -score) if math.isfinite(score)", "(score if self.greater else -score) if True"),
 ]
 
-IN_PROCESSES = {"loop": ("test_zero.py", "test_resume.py"), "objective": ("test_zero.py",)}
-"""The tests that run a module in processes of their own, by the name of the module."""
+BY_OTHERS = {
+    "loop": ("test_zero.py", "test_resume.py"),
+    "objective": ("test_zero.py",),
+    "selection": ("test_prune.py",),
+}
+"""The tests that run a module without importing it, by the name of the module: by another one, or in processes."""
 
 
 def chosen(name: str, package: Path) -> tuple[str, str, Path | None]:
@@ -157,7 +161,7 @@ def tests_of(module: str, tests: Path) -> list[str]:
         if any(name in (text := path.read_text()) for name in names)
         or f"from {parent} import {leaf}" in text
         or path.name == f"test_{leaf}.py"
-        or path.name in IN_PROCESSES.get(leaf, ())
+        or path.name in BY_OTHERS.get(leaf, ())
     ]
     chosen.sort(key=lambda path: (path.parent.name == "integration", path.stat().st_size))
     return [str(path.relative_to(tests.parent)) for path in chosen]

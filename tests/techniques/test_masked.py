@@ -336,6 +336,13 @@ def test_a_threshold_keeps_what_is_above_and_half_a_percent_at_least(granularity
     assert kept("threshold", 9.0, torch.zeros_like(scores)).flatten().nonzero().flatten().tolist() == [*range(least)]
 
 
+def test_top_k_keeps_the_share_rounded_and_one_at_least():
+    """31% of 21 are 6.51 weights, which is 7; half a percent of them is still one."""
+    scores = torch.arange(21.0).view(3, 7)
+    for share, kept in ((0.31, 7), (0.30, 6), (0.005, 1)):
+        assert mask_of(scores, site_for(scores, "weight"), "topK", share, seed=0).kept == kept
+
+
 @pytest.mark.parametrize("method", ["topK", "threshold", "l0"])
 def test_nan_is_refused_not_ranked(method):
     """A sort would call it the largest; it is noticed where the decisions are read."""
