@@ -29,12 +29,17 @@ def plan(tmp_path):
 
 
 def test_the_best_checkpoint_is_that_of_the_lowest_perplexity(plan, tmp_path):
-    """The first and worst would otherwise be exported, and the better ones deleted; the recipe can say otherwise."""
-    for step, perplexity in ((2, 28428.0), (4, 24932.0), (6, 25377.0)):
+    """The first and worst would otherwise be exported, and the better ones deleted; the recipe can say otherwise.
+
+    A score that is not finite is none.
+    """
+    for step, perplexity in ((1, nan), (2, 28428.0), (4, 24932.0), (6, 25377.0)):
         (tmp_path / f"checkpoint-{step}").mkdir()
         position = dict.fromkeys([field.name for field in dataclasses.fields(Checkpoint)][1:], 1)
         position |= {"step": step, "evaluated": step, "scores": {"perplexity": perplexity}}
         write_marker(tmp_path / f"checkpoint-{step}", {}, position)
+        if step == 1:
+            assert plan().checkpoints.best_one() is None
     assert plan().checkpoints.best_one() == tmp_path / "checkpoint-4"
     assert plan(greater_is_better=True).checkpoints.best_one() == tmp_path / "checkpoint-2"
 
