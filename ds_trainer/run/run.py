@@ -57,7 +57,8 @@ def run(job: TrainJob) -> dict[str, Any]:
             named = checkpoint_to_go_back_to(folder, job)
             results: dict[str, Any] = distributed.on_main(partial(open_run, folder, job))
             models = StartingModels(job.recipe, job.output / MADE)
-            models.take_over(rehearsed)
+            if not results:  # a run that goes on has its model, and may yet be refused
+                models.take_over(rehearsed)
         finished = [phase for phase in job.recipe.phases if phase.name in results]
         lengthened = distributed.on_main(partial(phase_to_lengthen, job, finished))
         if lengthened:
