@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_trainer.engine import reshard
-from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, Hyperparameters
+from ds_trainer.engine.engine_file import MICRO, STEPS, TRACES, TRAIN, Hyperparameters
 from ds_trainer.engine.keys import flag_at, value_at
 from ds_trainer.engine.saved_states import dynamic_scale
 from ds_trainer.files.redaction import redacted
@@ -315,9 +315,7 @@ def check_with_deepspeed(config: Mapping[str, Any], base: Hyperparameters, rates
         Group(str(index), rate, base.weight_decay, dict(layer.named_parameters()))
         for index, (rate, layer) in enumerate(zip(rates, layers, strict=True))
     ]
-    # without what would write to a server or a log, or print
-    traces = {*_MONITORS, "csv_monitor", "comms_logger", "flops_profiler"}
-    plain = copy.deepcopy({key: value for key, value in config.items() if key not in traces})
+    plain = copy.deepcopy({key: value for key, value in config.items() if key not in TRACES})
     plain[TRAIN] = config[MICRO] * config[STEPS] * distributed.world_size()  # a dry run may be for other ranks
     for part in ("offload_optimizer", "offload_param"):
         if value_at(plain, f"zero_optimization.{part}.device") == "nvme":

@@ -61,6 +61,8 @@ NAMES_IN_RECIPE = {
     "fp16.enabled": "fp16",
 }
 """The recipe's field for a key of the engine file."""
+TRACES = ("tensorboard", "wandb", "comet", "csv_monitor", "comms_logger", "flops_profiler")
+"""The sections that make DeepSpeed write to a server or a log, or print."""
 _LEAST_BUCKET = 4_000_000
 BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda hidden: max(hidden * hidden, _LEAST_BUCKET),

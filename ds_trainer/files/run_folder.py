@@ -25,6 +25,8 @@ DEEPSPEED_FOLDER = "deepspeed"
 _WRITTEN_BY_DEEPSPEED = {"tensorboard": "output_path", "csv_monitor": "output_path", "flops_profiler": "output_file"}
 """The keys of the engine file by which DeepSpeed finds what it writes."""
 
+LOG, RESULTS, STATUS = "log.jsonl", "all_results.json", "status.json"
+"""The files of a run that report, tuning and resuming read as well."""
 RUN_LIST = ".ds_trainer.json"
 """The file in an output folder that lists the paths, or patterns of paths, that runs of this program wrote."""
 CARD = "README.md"

@@ -29,13 +29,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ds_trainer.engine.checkpoint import Checkpoints
-from ds_trainer.files.run_folder import RunFolder
+from ds_trainer.files.run_folder import LOG, STATUS, RunFolder
 from ds_trainer.files.writing import write_whole
 from ds_trainer.ranks import distributed, machine
 from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, exit_code
 from ds_trainer.tasks.task import Batch
-
-STATUS_FILE = "status.json"
 
 
 class RunLog:
@@ -91,8 +89,8 @@ class RunLog:
         now = machine.session()
         self.trained_on = [*(before for before in self.trained_on if before != now), now]
         if distributed.is_main():
-            drop_later_records(self._folder / "log.jsonl", self.phase, step, evaluated)
-            self._log = (self._folder / "log.jsonl").open("ab", buffering=0)
+            drop_later_records(self._folder / LOG, self.phase, step, evaluated)
+            self._log = (self._folder / LOG).open("ab", buffering=0)
             if self._tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -328,4 +326,4 @@ class RunStatus:
     def _write(self, state: str, **more: Any) -> None:
         process = {"phase": self._phase, "host": socket.gethostname(), "process": os.getpid()}
         value = {"state": state, **process, "world_size": distributed.world_size(), **more}
-        RunFolder(self._output).write_json(STATUS_FILE, value)
+        RunFolder(self._output).write_json(STATUS, value)

@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 
 from ds_trainer.files.messages import aligned
 from ds_trainer.files.reading import read_file, read_object
-from ds_trainer.files.run_folder import phase_folder
+from ds_trainer.files.run_folder import LOG, RESULTS, phase_folder
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.exit_specs import EXITS_FILE
+from ds_trainer.recipe.saved_checkpoint import RECIPE
 from ds_trainer.recipe.task_specs import greater_is_better
 
 LogRecords: TypeAlias = Sequence[Mapping[str, Any]]
@@ -64,9 +65,9 @@ class RunFiles:
 
 def read_run(folder: Path) -> RunFiles:
     """Read the small files of an output folder. Raises UserError if it holds no run, or a file is broken."""
-    recipe, results, log = (folder / name for name in ("recipe.json", "all_results.json", "log.jsonl"))
+    recipe, results, log = (folder / name for name in (RECIPE, RESULTS, LOG))
     if not (results.is_file() or log.is_file()):
-        why = "holds no run: it has neither log.jsonl nor all_results.json" if folder.is_dir() else "is no folder"
+        why = f"holds no run: it has neither {LOG} nor {RESULTS}" if folder.is_dir() else "is no folder"
         raise UserError(f"{folder} {why}: name the output folder of a run")
     of_recipe, of_results = (read_object(file) if file.is_file() else {} for file in (recipe, results))
     return RunFiles(folder, of_recipe, of_results, _read_log(log) if log.is_file() else {})

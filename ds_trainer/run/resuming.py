@@ -16,7 +16,7 @@ from ds_trainer.files.checkpoint_files import sync_folder
 from ds_trainer.files.messages import changes
 from ds_trainer.files.reading import read_object
 from ds_trainer.files.redaction import redacted
-from ds_trainer.files.run_folder import RunFolder, check_output_folder
+from ds_trainer.files.run_folder import LOG, RESULTS, RunFolder, check_output_folder
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.jobs import TrainJob
@@ -27,7 +27,6 @@ from ds_trainer.run.phase import folder_of
 from ds_trainer.run.starting_models import MADE
 
 FINISHED = "finished.json"
-_RESULTS = "all_results.json"
 _PATIENCE = "early_stopping_patience"
 _LENGTHS = {"max_steps": 0, "num_train_epochs": 0, _PATIENCE: math.inf}
 """The fields that may grow, and what null stands for."""
@@ -49,10 +48,10 @@ def open_run(folder: RunFolder, job: TrainJob) -> dict[str, Any]:
     """
     raise_mistakes(check_output_folder(folder.path, job.overwrite, job.resume, job.checkpoint))
     folder.open(job.overwrite)
-    for name in ("log.jsonl", "tensorboard", "deepspeed"):
+    for name in (LOG, "tensorboard", "deepspeed"):
         folder.claim(name)
     folder.claim(MADE).mkdir(exist_ok=True)
-    results = _read(folder, _RESULTS) if job.resume else {}
+    results = _read(folder, RESULTS) if job.resume else {}
     if job.checkpoint is None:
         return results
     before = [phase.name for phase in job.recipe.phases[: _phase_number(job.checkpoint, job)]]
@@ -63,7 +62,7 @@ def write_results(folder: RunFolder, results: dict[str, Any]) -> None:
     """Write the results of the phases that are finished, by name: a resumed run takes these phases for finished."""
     for kind in ("train", "eval"):
         folder.write_json(f"{kind}_results.json", {name: of_phase[kind] for name, of_phase in results.items()})
-    folder.write_json(_RESULTS, results)
+    folder.write_json(RESULTS, results)
 
 
 def write_finished(folder: RunFolder, job: TrainJob, phase: Phase, results: dict[str, Any]) -> None:
@@ -95,7 +94,7 @@ def phase_to_lengthen(job: TrainJob, finished: Sequence[Phase]) -> Phase | None:
     what was asked, are not checked.
     """
     folder = RunFolder(job.output)
-    asked_before, results, mistakes, lengthened = _read(folder, FINISHED), _read(folder, _RESULTS), [], None
+    asked_before, results, mistakes, lengthened = _read(folder, FINISHED), _read(folder, RESULTS), [], None
     for phase in finished:
         before, now = asked_before.get(phase.name), asked_of(job, phase)
         if before is None or before == now:
@@ -164,7 +163,7 @@ def go_back(folder: RunFolder, job: TrainJob, checkpoint: Path) -> None:
         sync_folder(folder_of(phase, job))
         drop_later_records(folder.path / "log.jsonl", phase.name, max(last, 0), max(last, 0))
     before = {phase.name for phase in job.recipe.phases[:number]}
-    write_results(folder, {name: value for name, value in _read(folder, _RESULTS).items() if name in before})
+    write_results(folder, {name: value for name, value in _read(folder, RESULTS).items() if name in before})
 
 
 def _phase_number(checkpoint: Path, job: TrainJob) -> int:

@@ -25,10 +25,19 @@ from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
 
-from ds_trainer.engine.engine_file import MICRO, STEPS, TRAIN, check_engine_file, resolve_engine_file, settled_numbers
+from ds_trainer.engine.engine_file import (
+    MICRO,
+    STEPS,
+    TRACES,
+    TRAIN,
+    check_engine_file,
+    resolve_engine_file,
+    settled_numbers,
+)
 from ds_trainer.files.messages import shown
 from ds_trainer.files.reading import content_hash, folder_hash, read_value
 from ds_trainer.files.redaction import redacted
+from ds_trainer.files.run_folder import LOG, RESULTS, STATUS
 from ds_trainer.files.writing import write_json
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import NonFiniteLossError, OutOfMemoryError, UserError, raise_mistakes
@@ -55,8 +64,6 @@ _RECORDS = 4
 """A trial for speed logs this often; the first record, of steps that allocate memory and build kernels, is left out."""
 _POLL, _GRACE = 0.2, 5.0
 """Seconds between two looks at a run; and those that its processes have to end before they are killed."""
-_MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor", "comms_logger", "flops_profiler")
-"""What an engine file may have to write to a server or a log, or to print. Trials are run without."""
 _WEIGHTS = ("*/model", "checkpoint-*", "*/checkpoint-*", "starting_models")
 """Of a run's folder, without the model of its last phase."""
 
@@ -206,7 +213,7 @@ def run_trial(job: TuneJob, settings: Settings, folder: Path, cannot_win: Cannot
     """
     recipe, engine = checked(job, settings)
     recipe = _scored(recipe) if job.metric else _timed(job, recipe)
-    for name in ("log.jsonl", "status.json", "all_results.json"):  # those of an earlier call
+    for name in (LOG, STATUS, RESULTS):  # those of an earlier call
         (folder / name).unlink(missing_ok=True)
     command = _command(job, settings, recipe, engine, folder)
     started, log, seen, trial = time.monotonic(), folder / "output.log", 0, None
@@ -218,7 +225,7 @@ def run_trial(job: TuneJob, settings: Settings, folder: Path, cannot_win: Cannot
             records = records_of(folder, job)
             if job.metric and any(cannot_win(step, score) for step, score in _curve(records, job)[seen:]):
                 trial = Trial(settings, ENDED_EARLY, f"at step {records[-1]['step']} it was behind the median so far")
-            last = max(path.stat().st_mtime for path in (log, folder / "log.jsonl") if path.exists())
+            last = max(path.stat().st_mtime for path in (log, folder / LOG) if path.exists())
             if time.time() - last > job.trial_timeout:
                 trial = Trial(settings, HUNG, f"it printed and logged nothing for {job.trial_timeout:.0f} s")
             elif not job.metric and len(records) >= _RECORDS:
@@ -235,7 +242,7 @@ def run_trial(job: TuneJob, settings: Settings, folder: Path, cannot_win: Cannot
 
 def records_of(folder: Path, job: TuneJob) -> list[dict[str, Any]]:
     """Return the records of the tuned phase's speed, or of its score, that a run has logged so far."""
-    path, name = folder / "log.jsonl", f"eval/{job.metric}" if job.metric else _SPEED
+    path, name = folder / LOG, f"eval/{job.metric}" if job.metric else _SPEED
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     # the last line may be half written
     whole = [json.loads(line) for line in lines if line.endswith(b"\n") and name.encode() in line]
@@ -269,7 +276,7 @@ def _score(job: TuneJob, folder: Path, trial: Trial) -> Trial:
     """Return a trial with the scores of its last phase, by step and at the end, and with what its model costs."""
     details: dict[str, Any] = {"curve": _curve(records_of(folder, job), job)}
     if trial.outcome not in (HUNG, ENDED_EARLY) and _is_finished(folder):
-        last = read_value(folder / "all_results.json")[job.phase]
+        last = read_value(folder / RESULTS)[job.phase]
         latency = last.get("early_exit_latency") or last.get("latency", {})
         details["costs"] = {"MiB": last["size"]["bytes"] / 2**20} if "size" in last else {}
         details["costs"] |= {f"ms ({batch.replace('_', ' ')})": ms["median_ms"] for batch, ms in latency.items()}
@@ -282,7 +289,7 @@ def _score(job: TuneJob, folder: Path, trial: Trial) -> Trial:
 
 def _is_finished(folder: Path) -> bool:
     """Whether a run is done: the launcher's exit code does not prove it."""
-    status = folder / "status.json"
+    status = folder / STATUS
     return status.is_file() and read_value(status)["state"] == "finished"
 
 
@@ -341,7 +348,7 @@ def _command(job: TuneJob, settings: Settings, recipe: Recipe, engine: Mapping[s
     plain = recipe.model_copy(update={"output_dir": None, "cache_dir": None, "tensorboard": False})
     folder.mkdir(parents=True, exist_ok=True)
     write_json(files["recipe"], redacted(plain.model_dump(exclude_none=True)))
-    write_json(files["deepspeed_config"], redacted({key: engine[key] for key in engine if key not in _MONITORS}))
+    write_json(files["deepspeed_config"], redacted({key: engine[key] for key in engine if key not in TRACES}))
     words = [word for name, path in files.items() for word in (f"--{name}", str(path))]
     words += [*job.train_flags, *(["--cache_dir", cache] if cache else [])]
     words += ["--output_dir", str(folder), "--overwrite_output_dir"]
