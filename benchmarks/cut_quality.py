@@ -20,7 +20,7 @@ from figures import ROOT, SHARED, Figure, bert_shape, is_quick, report, run_flag
 from ds_trainer import train
 from ds_trainer.files.messages import markdown
 from ds_trainer.files.reading import read_json
-from ds_trainer.report.log import STATUS_FILE
+from ds_trainer.files.run_folder import STATUS
 from tools.markers import write_rows
 
 RECIPES = ROOT / "ds_configs" / "recipes"
@@ -170,7 +170,7 @@ def cuts_folder(folder: Path, seed: int) -> Path:
 
 def finished(output: Path) -> dict[str, Any] | None:
     """Return the results of a run that is done; resumed, it would measure its models again, beside what runs now."""
-    status = output / STATUS_FILE
+    status = output / STATUS
     if status.is_file() and read_json(status, "the status")["state"] == "finished":
         return read_json(output / "all_results.json", "the results")
     return None
