@@ -50,7 +50,7 @@ class Turns(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._since = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if state.global_step % STEPS:
             return
         if torch.cuda.is_available():

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from figures import ROOT, SHARED, Figure, bert_shape, is_quick, report, run_flags, with_spread
+from markers import write_rows
 
 from ds_trainer import train
 from ds_trainer.files.messages import markdown
 from ds_trainer.files.reading import read_json
 from ds_trainer.files.run_folder import STATUS
-from tools.markers import write_rows
 
 RECIPES = ROOT / "ds_configs" / "recipes"
 

@@ -64,7 +64,9 @@ def measured(name: str) -> tuple[float, int]:
     ids = torch.randint(0, config.vocab_size, (EXAMPLES, TOKENS))
     batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(BATCH)]
     attended = [batch["attention_mask"].bool() for batch in batches]
-    calibration = Calibration(batches, attended, answers(ids[:PROBED]), F.mse_loss, lambda *_: torch.zeros(()))
+    calibration = Calibration(
+        batches, attended, answers(ids[:PROBED]), lambda *pair: float(F.mse_loss(*pair)), lambda *_: torch.zeros(())
+    )
     started = time.perf_counter()
     cut_model(model, calibration, CutSpec(keep=0.5, uniform=uniform))
     return time.perf_counter() - started, peak() - start

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from figures import is_quick
 from support.forked_ranks import ForkServer, warm_server
@@ -44,10 +45,10 @@ def recipe_in(folder: Path) -> Path:
         ]
         lines = [f"{text},{kind}" for text, kind in zip(texts, kinds, strict=True)]
         (folder / name).write_text("\n".join(["text,kind", *lines]) + "\n")
-    task = {"name": "text", "data_dir": str(folder), "train_file": "train.csv", "validation_file": "validation.csv"}
-    task |= {"text_columns": ["text"], "label_column": "kind", "max_seq_length": 24}
+    task: dict[str, Any] = {"name": "text", "data_dir": str(folder), "text_columns": ["text"], "label_column": "kind"}
+    task |= {"train_file": "train.csv", "validation_file": "validation.csv", "max_seq_length": 24}
     phase = {"train_batch_size": 16, "learning_rate": 4e-3, "logging_steps": 1, "per_device_eval_batch_size": 8}
-    techniques = {"prune": {"final_threshold": 0.25, "initial_warmup": 0, "final_warmup": 0.3}}
+    techniques: dict[str, Any] = {"prune": {"final_threshold": 0.25, "initial_warmup": 0, "final_warmup": 0.3}}
     techniques["distill"] = {"teacher": "@finetune", "alpha_ce": 0.5, "alpha_distil": 0.5}
     phases = [
         {"name": "finetune", "max_steps": 4, **phase},

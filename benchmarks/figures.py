@@ -18,7 +18,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # for the tools and for the support of the tests
+sys.path[:0] = [str(ROOT / name) for name in (".", "tools", "tests")]  # for the tools and for the support of the tests
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def bert_shape(hidden: int, layers: int, heads: int) -> dict[str, int]:
 
 
 def ratio(
-    first: Callable[[], object], second: Callable[[], object], rounds: int, warmup: int = 2
+    first: Callable[[], object], second: Callable[[], object], *, rounds: int, warmup: int = 2
 ) -> tuple[float, float, float]:
     """Median over rounds of seconds(first) / seconds(second), with the median seconds of each. The order alternates."""
     rounds, warmup = (1, 0) if is_quick() else (rounds, warmup)

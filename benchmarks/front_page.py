@@ -20,11 +20,11 @@ from typing import Any
 
 from cut_quality import comparison_of, cuts_folder, trained
 from figures import ROOT, Figure, is_quick, milliseconds, report, run_flags, with_spread
+from markers import write_between
 
 from ds_trainer.files.messages import markdown
 from ds_trainer.files.reading import read_json
 from ds_trainer.report.figures import dress, new_figure, save
-from tools.markers import write_between
 
 MODELS = {
     "finetune": "dense",

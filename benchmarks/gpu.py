@@ -83,9 +83,9 @@ class Case:
         return f"{self.kind}-{self.tokens}"
 
 
-CASES = (Case("bert", 128, 64, 1.1), Case("bert", 512, 16), Case("decoder", 128, 32), Case("decoder", 512, 8))
+CASES = [Case("bert", 128, 64, 1.1), Case("bert", 512, 16), Case("decoder", 128, 32), Case("decoder", 512, 8)]
 if is_quick():
-    CASES = (Case("bert", 16, 4), Case("decoder", 16, 4))
+    CASES = [Case("bert", 16, 4), Case("decoder", 16, 4)]
 
 
 class Bench:
@@ -109,7 +109,7 @@ class Bench:
         outline_of(task, str(whole), CutSpec(keep=0.5, uniform=True)).save(folder / "half")
 
     def plan(self, variant: str) -> PhasePlan:
-        phase = {"max_steps": 100_000, "train_batch_size": self.case.rows, "learning_rate": 1e-5}
+        phase: dict[str, Any] = {"max_steps": 100_000, "train_batch_size": self.case.rows, "learning_rate": 1e-5}
         techniques = TECHNIQUES[variant]
         whole, out = str(self.folder / "whole"), self.folder / variant
         out.mkdir(exist_ok=True)
@@ -161,7 +161,7 @@ def measured(bench: Bench, peak: float) -> Iterator[Figure]:
 
         for variant in bench.variants():
             with started(bench.plan(variant)) as loop:
-                value, taken, of_plain = ratio(loop.steps, plain.steps, ROUNDS)
+                value, taken, of_plain = ratio(loop.steps, plain.steps, rounds=ROUNDS)
                 plain_seconds.append(of_plain)
                 forward = product_flops(loop.engine.module, case.tokens) if variant == "cut" else flops
                 teacher = flops if variant == "distilled" else 0

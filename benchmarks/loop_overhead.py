@@ -134,7 +134,7 @@ def planned(engine_file: Path, folder: Path, distill: dict[str, Any] | None = No
 def plan_of(words: dict[str, Any], engine_file: Path, folder: Path, source: str) -> PhasePlan:
     """The only phase of a recipe, which starts from the model folder `source` and writes into `folder`."""
     recipe = parse_recipe(words | {"cache_dir": str(folder / "cache"), "model": {"name_or_path": source}})
-    fields = {
+    fields: dict[str, Any] = {
         "recipe": recipe,
         "engine_config": read_json(str(engine_file), "the engine file"),
         "output": folder,
@@ -166,7 +166,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(ROOT / "ds_configs/zero0.json", Path(folder))
         with started(plan) as loop:
-            value, seconds, other = ratio(loop.steps, BareLoop(plan).steps, ROUNDS, WARMUP)
+            value, seconds, other = ratio(loop.steps, BareLoop(plan).steps, rounds=ROUNDS, warmup=WARMUP)
     print(f"loop {seconds / LOG_EVERY:.4f} s, bare {other / LOG_EVERY:.4f} s a step of {ROWS} examples")
     report(Figure("loop_overhead", value, 1.02))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ class Run:
 
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(BertConfig(**shape))
-        self.techniques = [Prune(spec, PhaseLength(STEPS, 0, seed=1), task=None)] if spec else []
+        self.techniques = [Prune(spec, PhaseLength(STEPS, 0, seed=1), cast(Any, None))] if spec else []
         for technique in self.techniques:
             model = technique.attach(model)
         rules = [rule for technique in self.techniques for rule in technique.parameter_rules(model)]
@@ -82,7 +83,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
     """The most bytes that torch's CPU allocator held at once during the call, beyond what it held before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profile.profiler.kineto_results.events()
     memory = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
     return max(accumulate(event.nbytes() for event in memory))
 
@@ -116,11 +117,11 @@ def main() -> None:
     for accumulation, bar in ((1, 1.15), (4, 1.08)):
         plain, masked = (Run(shape, each, accumulation=accumulation) for each in (None, spec))
         rounds = 24 // accumulation
-        value, seconds, other = ratio(masked.step, plain.step, rounds)
+        value, seconds, other = ratio(masked.step, plain.step, rounds=rounds)
         print(f"accumulation {accumulation}: masked {seconds:.3f} s, plain {other:.3f} s a step")
         figures.append(Figure(f"mask_cost/step/accumulation_{accumulation}", value, bar))
         if accumulation == 1:
-            value, seconds, other = ratio(masked.evaluate, plain.evaluate, 40)
+            value, seconds, other = ratio(masked.evaluate, plain.evaluate, rounds=40)
             print(f"evaluation: masked {seconds * 1e3:.1f} ms, plain {other * 1e3:.1f} ms a batch")
             figures.append(Figure("mask_cost/evaluation", value, 1.02))
             figures.append(Figure("mask_cost/memory", extra_memory(plain, masked), 1.0))

@@ -42,9 +42,9 @@ class Side:
         self.task, self.turns = task, turns
         self.model: Any = task.build_model(folder).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
-        self.tokens, self.seconds = 0, 0.0
+        self.tokens = self.seconds = 0.0
         self.turn()
-        self.tokens, self.seconds = 0, 0.0
+        self.tokens = self.seconds = 0.0
 
     def turn(self) -> None:
         examples, start = self.task.examples("train"), time.perf_counter()

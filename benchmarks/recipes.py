@@ -18,11 +18,11 @@ from typing import Any
 
 from cut_quality import RECIPES, finished, shorten, start
 from figures import ROOT, SHARED, is_quick, milliseconds, run_flags, with_spread
+from markers import write_rows
 
 from ds_trainer import train
 from ds_trainer.files.messages import markdown
 from ds_trainer.files.reading import read_json
-from tools.markers import write_rows
 
 
 @dataclass(frozen=True)

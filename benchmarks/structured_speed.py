@@ -54,7 +54,7 @@ def shape_of(flags: argparse.Namespace) -> dict[str, int]:
     return bert_shape(flags.hidden, flags.layers, heads=12)
 
 
-def encoder(flags: argparse.Namespace, kept: float) -> tuple[Encoder, int]:
+def encoder(flags: argparse.Namespace, kept: float) -> tuple[Any, int]:
     """The encoder that keeps this share of its heads and neurons, and its FLOPs for one example."""
     from transformers import BertModel
 
@@ -111,7 +111,7 @@ def speed(flags: argparse.Namespace, folder: Path) -> list[Figure]:
 def training(flags: argparse.Namespace) -> Figure:
     spec = PruneSpec(granularity="hybrid", final_threshold=0.5, initial_warmup=0, final_warmup=0.3)
     scored, plain = (Run(shape_of(flags), each, ROWS, TOKENS) for each in (spec, None))
-    value, seconds, other = ratio(scored.step, plain.step, 16)
+    value, seconds, other = ratio(scored.step, plain.step, rounds=16)
     print(f"a step with scores for heads and neurons {seconds:.3f} s, without {other:.3f} s")
     return Figure("structured_speed/training_step", value, 1.03)
 

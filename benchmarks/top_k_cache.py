@@ -47,7 +47,7 @@ def make_text(folder: Path) -> list[str]:
 def plan(folder: Path, source: str, rate: float, distill: dict[str, Any] | None = None) -> PhasePlan:
     """CLM on the first 20,000 tokens of the text, from the model folder `source`."""
     files = {"train_file": "text.txt", "validation_file": "text.txt", "data_dir": str(folder), "line_by_line": False}
-    phase = {"max_steps": 10_000, "warmup_steps": 20, "train_batch_size": ROWS, "learning_rate": rate}
+    phase: dict[str, Any] = {"max_steps": 10_000, "warmup_steps": 20, "train_batch_size": ROWS, "learning_rate": rate}
     phase |= {"logging_steps": LOG_EVERY, "techniques": {"distill": distill} if distill else {}}
     words = {"task": {"name": "clm", "max_train_samples": 16 if is_quick() else 160} | files, "phases": [phase]}
     out = folder / ("taught" if distill else Path(source).name)
