@@ -144,7 +144,7 @@ def _requested_calibration(flags: argparse.Namespace, task: TaskSpec) -> ExitsSp
     assert spec is not None, "one of the aims is required"
     criterion = spec.chosen_criterion or saved.policy.criterion
     mistakes = [f"--{mistake}" for mistake in aim_mistakes(spec, criterion, saved.layers, None, regression)]
-    share, heads = getattr(task, "held_out", 0.0), f"the exit heads of {flags.model} were trained"
+    share, heads = task.held_out_share, f"the exit heads of {flags.model} were trained"
     if not saved.held_out:
         mistakes.append(f"{heads} on all training examples: train them with task.held_out, e.g. 0.02, to calibrate")
     elif share != saved.held_out:

@@ -164,7 +164,7 @@ def _score_mistakes(recipe: Recipe, flags: argparse.Namespace) -> Iterator[str]:
             yield f"{path} is {task.name}: only labelled text and tagged words have held-out examples"
         elif not task.held_out:
             yield f"{path}.held_out is 0, and trials are scored on held-out examples: give --set {path}.held_out=0.1"
-    if len(shares := {getattr(task, "held_out", 0.0) for task in tasks.values()}) > 1:
+    if len(shares := {task.held_out_share for task in tasks.values()}) > 1:
         yield f"held_out is {listed(sorted(shares))} in different phases: write the same in all of them"
 
 

@@ -43,6 +43,11 @@ class TaskBase(Strict):
         """The splits to evaluate on, the main one first."""
         return ("validation",)
 
+    @property
+    def held_out_share(self) -> float:
+        """The share of the training set that no phase trains on; 0 in a family without such a part."""
+        return 0.0
+
     def source_mistakes(self) -> list[str]:
         """Return the mistakes of a task that reads the user's own files or a hub data set, one or the other."""
         files = self.train_file or self.validation_file
@@ -63,6 +68,10 @@ class LabelledSpec(TaskBase):
     def scored_splits(self) -> tuple[str, ...]:
         official = ("validation", "validation_mismatched") if self.name == "mnli" else ("validation",)
         return ("held_out",) if self.score_held_out else official
+
+    @property
+    def held_out_share(self) -> float:
+        return self.held_out
 
 
 class TextSpec(LabelledSpec):

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ds_trainer.files.writing import folder_aside
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import TaskBase
 
 CACHE_VERSION = 4
 """Part of every fingerprint: raise it when the tokenised data of the same sources would come out differently."""
@@ -295,19 +296,19 @@ def evaluation_shard(lengths: Array, rank: int, world: int, batch_size: int) -> 
     return [order[start : start + size][rank::world] for start in range(0, len(order), size)]
 
 
-def source_split(spec: Any, split: str) -> str:
+def source_split(spec: TaskBase, split: str) -> str:
     """Return the split of the data source from which this split's rows are taken."""
-    if split == HELD_OUT and not getattr(spec, "held_out", 0):
+    if split == HELD_OUT and not spec.held_out_share:
         raise UserError("no training examples are held out: set task.held_out to their share, such as 0.02")
     return "train" if split == HELD_OUT else split
 
 
-def part_of(spec: Any, split: str, rows: list[T], origin: str) -> list[T]:
+def part_of(spec: TaskBase, split: str, rows: list[T], origin: str) -> list[T]:
     """Return the rows of "train" or of "held_out", given all training rows; those of other splits unchanged.
 
     The held-out ones are always the same, and both parts keep the order. `origin` says where the rows come from.
     """
-    share, count = getattr(spec, "held_out", 0), len(rows)
+    share, count = spec.held_out_share, len(rows)
     if not share or source_split(spec, split) != "train":
         return rows
     # drawn at random: evenly spaced rows would all be of one class in a file whose classes alternate

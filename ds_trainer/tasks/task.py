@@ -373,7 +373,7 @@ class Task(ABC):
         fields = type(self.spec).model_fields
         names = [*(self.hashed_fields or ("name", *(name for name in fields if name not in LabelledSpec.model_fields)))]
         names += [name for name in self.hashed_if_set if getattr(self.spec, name) != fields[name].default]
-        if getattr(self.spec, "held_out", 0) and source_split(self.spec, split) == "train":
+        if self.spec.held_out_share and source_split(self.spec, split) == "train":
             names.append("held_out")
         settings = {name: getattr(self.spec, name) for name in names}
         more = [settings, self.limit(split), *self.hashed_values(), pretrained.tokenizer_state(self.tokenizer)]
@@ -384,7 +384,7 @@ class Task(ABC):
 
         Unlike a cache's key it does not depend on `CACHE_VERSION`, since it is stored in model folders.
         """
-        if not getattr(self.spec, "held_out", 0):
+        if not self.spec.held_out_share:
             return ""
         fields = [getattr(self.spec, name) for name in (*self.row_fields, "held_out")]
         return hash_of([self.source("train").fingerprint(), *fields])

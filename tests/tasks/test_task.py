@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pkgutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +70,7 @@ def texts(task: TextTask, split: str) -> list[str]:
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.999])
 def test_the_two_parts_are_disjoint_complete_and_ascending(share: float) -> None:
     """Each of 1,000 rows is in one part; round(share * 1000) are held out, and not all of one class."""
-    rows, spec = list(range(1000)), SimpleNamespace(held_out=share)
+    rows, spec = list(range(1000)), LabelledSpec(name="text", held_out=share)
     held_out, rest = (part_of(spec, split, rows, "a.csv") for split in ("held_out", "train"))
     assert sorted([*held_out, *rest]) == rows
     assert len(held_out) == round(share * 1000)
@@ -88,7 +87,7 @@ def test_a_share_that_leaves_a_part_empty_is_refused_by_both() -> None:
     ):
         for split in ("train", "held_out"):
             with pytest.raises(ValueError, match=message):
-                part_of(SimpleNamespace(held_out=share), split, list(range(ROWS)), "a.csv")
+                part_of(LabelledSpec(name="text", held_out=share), split, list(range(ROWS)), "a.csv")
 
 
 def test_limits_and_keys_are_of_each_part_alone(build: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +125,7 @@ def test_classes_are_those_of_all_training_rows(build: Any, spec: TextSpec, tmp_
     """A class whose only row is held out keeps its place: the head does not depend on the share."""
     path = tmp_path / "train.csv"
     header, *rows = path.read_text(encoding="utf-8").splitlines()
-    [place] = part_of(SimpleNamespace(held_out=0.02), "held_out", list(range(ROWS)), "")
+    [place] = part_of(LabelledSpec(name="text", held_out=0.02), "held_out", list(range(ROWS)), "")
     rows[place] = rows[place].replace(",a,", ",c,").replace(",b,", ",c,")
     path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
     task = build(held_out=0.02)

@@ -113,7 +113,7 @@ class Exits(Technique):
             pooling=pooling,
             policy=policy_of(self.spec, len(self.layers), self.task.regression),
             special_tokens=special,
-            held_out=getattr(self.task.spec, "held_out", 0.0),
+            held_out=self.task.spec.held_out,
             held_out_key=self.task.held_out_key(),
         )
         save_heads(folder, self.heads, saved)
