@@ -24,7 +24,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
 from ds_trainer.recipe.cut_specs import CutSpec
 
-MEASURED = (0.0, 0.25, 0.5)
+MEASURED_SHARES = (0.0, 0.25, 0.5)
 """The shares of a block's decisions at which the divergence is measured."""
 _SIZES = 32
 """How many sizes of a block are considered, beside 0."""
@@ -96,7 +96,7 @@ def allocate(
     def tried(place: CutBlock, gram: Gram) -> tuple[NDArray[np.float64], dict[int, Replacement]]:
         """Return the errors by the number of decisions that are removed, (count + 1,), and replacements by size."""
         cut = OuterCut(place, gram, spec)
-        sizes = sorted({max(place.lowest, round(share * place.count)) for share in MEASURED})
+        sizes = sorted({max(place.lowest, round(share * place.count)) for share in MEASURED_SHARES})
         return np.cumsum([0.0, *cut.errors]), {size: cut.keeping(size) for size in sizes}
 
     outers = {name: place.outer for name, place in places.items()}

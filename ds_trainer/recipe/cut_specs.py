@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ds_trainer.ranks.failures import UserError
-from ds_trainer.recipe.fields import Count, Positive, Strict, only
+from ds_trainer.recipe.fields import Positive, Strict, Whole, only
 
-Method = Literal["obs", "magnitude", "wanda", "fisher"]
+CutMethod = Literal["obs", "magnitude", "wanda", "fisher"]
 KeptShare = Annotated[float, Field(gt=0, lt=1)]
 Size = Annotated[float, Field(strict=True, gt=0, lt=1)] | Positive
 """A share to keep, or with an int how many to keep."""
@@ -66,7 +66,7 @@ class CutSpec(Strict):
     target_latency: KeptShare | None = Field(None, description="share of the encoder's measured seconds to keep")
     cost_tokens: Positive = Field(128, description="length in tokens of the example whose FLOPs or seconds are counted")
     uniform: bool = Field(False, description="the same share in every layer, not shares chosen by the loss they add")
-    method: Method = Field(
+    method: CutMethod = Field(
         "obs",
         description="how to choose; obs is optimal brain surgeon for heads and neurons, and ADMM (arXiv 2406.07831), "
         "which has the same aim, for weight, block and 2:4; wanda and fisher are for the latter alone",
@@ -75,7 +75,7 @@ class CutSpec(Strict):
     calibration_examples: Positive = Field(512, description="training examples that the cut is fitted to")
     damping: float = Field(0.01, gt=0, le=10, description="share of the mean variance that is added to each input's")
     block_shape: list[Positive] = Field([32, 32], min_length=2, max_length=2, description="outputs, inputs of a block")
-    min_heads: Count = Field(0, description="heads, or groups that share a key and value, to keep in every layer")
+    min_heads: Whole = Field(0, description="heads, or groups that share a key and value, to keep in every layer")
     vocabulary: VocabularySpec | None = Field(None, description="also keep only some tokens, or this alone")
 
     @property

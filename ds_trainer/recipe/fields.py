@@ -47,7 +47,7 @@ Units = Annotated[int | float, _WHOLE_OR_FRACTION]
 Column = Annotated[str | int, _NAME_OR_NUMBER]
 """A column of a table: a str is its name, an int its number, from 0."""
 Positive = Annotated[int, Field(strict=True, gt=0)]
-Count = Annotated[int, Field(strict=True, ge=0)]
+Whole = Annotated[int, Field(strict=True, ge=0)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 

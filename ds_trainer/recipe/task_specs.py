@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from ds_trainer.recipe.fields import Column, Count, Fraction, Positive, Share, Strict
+from ds_trainer.recipe.fields import Column, Fraction, Positive, Share, Strict, Whole
 
 Length = Annotated[int, Field(strict=True, ge=4)]
 """Tokens, special ones included."""
@@ -158,7 +158,7 @@ class LmSpec(TaskBase):
     packing: bool = Field(False, description="rows of max_seq_length hold several documents, kept apart; clm only")
     line_by_line: bool = Field(True, description="an example a line of a text file; false: the file is one document")
     max_seq_length: Length = Field(128, description="longer examples are split, each part with its special tokens")
-    min_seq_length: Count = Field(12, description="shorter ones are dropped; tokens, special ones included")
+    min_seq_length: Whole = Field(12, description="shorter ones are dropped; tokens, special ones included")
     max_unknown: Fraction = Field(0.5, description="examples of which this share or more is unknown are dropped")
     mlm_mask_prop: Fraction = Field(0.15, gt=0, description="share of the tokens to predict")
     word_mask: Fraction = Field(0.8, description="share of those that the mask token replaces")

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from ds_trainer.files.messages import listed, shown
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.exit_specs import ExitsSpec
-from ds_trainer.recipe.fields import Count, Positive, Rate, Strict, Units, only
+from ds_trainer.recipe.fields import Positive, Rate, Strict, Units, Whole, only
 from ds_trainer.recipe.schedules import Shape
 
 Granularity = Literal["weight", "block", "row", "column", "head", "neuron"]
@@ -250,7 +250,7 @@ class Techniques(Strict):
 class StudentSpec(Strict):
     """A smaller model to start from: chosen layers of the larger one, or a config of its own with random weights."""
 
-    layers: list[Count] | None = Field(None, min_length=1, description="counted from 0; embeddings and head go along")
+    layers: list[Whole] | None = Field(None, min_length=1, description="counted from 0; embeddings and head go along")
     model_type: str | None = Field(None, description='family of the copy, by default the same; "distilbert" of a BERT')
     config: dict[str, Any] | None = Field(None, description="`model_type` and its fields: random weights instead")
 

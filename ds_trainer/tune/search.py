@@ -28,7 +28,7 @@ from ds_trainer.recipe.jobs import TuneJob
 from ds_trainer.tune import trials
 from ds_trainer.tune.trials import MEASURED, RANKS, CannotWin, Machine, Settings, Trial, label
 
-ENGINE_FILE, RECIPE = "tuned.json", "tuned_recipe.json"
+TUNED_ENGINE_FILE, TUNED_RECIPE = "tuned.json", "tuned_recipe.json"
 _FINALISTS, _FINAL_ROUNDS, _FOR_FINALS = 3, 2, 0.4
 """How many are timed again beside the user's own, how often, and the part of the budget that is kept for it."""
 _ALL, _DRAWS = 128, 1000
@@ -216,13 +216,13 @@ def _texts(values: list[Any]) -> list[str]:
 
 def write_results(job: TuneJob, tried: Sequence[Trial], best: Trial, note: str) -> None:
     """Write both files with the best settings; print the table of all trials and how to train with the files."""
-    for name, file in zip((RECIPE, ENGINE_FILE), trials.files_with(job, best.settings), strict=True):
+    for name, file in zip((TUNED_RECIPE, TUNED_ENGINE_FILE), trials.files_with(job, best.settings), strict=True):
         write_json(job.output / name, redacted(file))
     (job.output / "trials.jsonl").write_text("".join(f"{json.dumps(asdict(trial))}\n" for trial in tried))
     for trial in tried:  # the models of the others would fill the disk
         if trial.key != best.key and job.metric:
             shutil.rmtree(job.output / "trials" / trial.key[:12] / "model", ignore_errors=True)
-    files = ["--deepspeed_config", str(job.output / ENGINE_FILE), "--recipe", str(job.output / RECIPE)]
+    files = ["--deepspeed_config", str(job.output / TUNED_ENGINE_FILE), "--recipe", str(job.output / TUNED_RECIPE)]
     hosts = ["--hostfile", str(job.hostfile)] if job.hostfile else ["--num_gpus", str(best.settings[RANKS])]
     command = ["deepspeed", *hosts, "--module", "ds_trainer.cli.train", *files, *job.train_flags, "--output_dir", "OUT"]
     own = next((f"{trial.value:.4g}" for trial in tried[:1] if trial.value is not None), "none")
