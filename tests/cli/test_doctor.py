@@ -4,13 +4,16 @@
 """
 
 import re
+import socket
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.launching import ROOT, environment, free_port
 
+from ds_trainer.cli import doctor, probe
 from ds_trainer.cli.doctor import doctor_command, exported_variables, read_doctor_flags, read_hostfile
 from ds_trainer.ranks.failures import UserError
 
@@ -72,6 +75,40 @@ def test_ssh_asks_no_question_and_takes_pdshs_flags(monkeypatch):
     ssh = read_doctor_flags(["--hostfile", "h", "--ssh_port", "2222"]).ssh
     assert {"BatchMode=yes", "-F", "config", "2222"} <= set(ssh)
     assert "-F" not in read_doctor_flags(["--hostfile", "h", "--ssh_args=-v"]).ssh
+
+
+def test_each_fault_has_a_row_of_its_host_and_a_cure(tmp_path, monkeypatch):
+    """Another numpy, another text in the output folder's file, a port that is taken; all else is called well."""
+
+    def ask(ssh, exports, function, request):
+        if function != "facts" or ssh[-1] != "two":
+            return getattr(probe, function)(request)
+        answer = probe.facts(request | {"token": (request["token"][0], "another text")})
+        return answer | {"versions": answer["versions"] | {"numpy": "1.0.1"}}
+
+    monkeypatch.setattr(doctor, "_ask", ask)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with socket.create_server(("", 0)) as taken:
+        words = ["--hostfile", "h", "--output_dir", str(tmp_path), "--master_addr", "127.0.0.1"]
+        flags = read_doctor_flags([*words, "--master_port", str(taken.getsockname()[1])])
+        rows = doctor.examine(flags, {"one": 1, "two": 1, "three": 1})
+    failed = {(row["check"], row["host"]): (row["found"], row["cure"]) for row in rows if row["result"] != "ok"}
+    expected = {
+        ("versions", "two"): ("numpy 1.0.1, here", "install the same"),
+        ("output folder", "two"): ("is another folder", "NFS"),
+        ("master port", "one"): ("Address already in use", "--master_port"),
+    }
+    assert failed.keys() == expected.keys()
+    assert all(part in text for key in expected for part, text in zip(expected[key], failed[key], strict=True))
+
+
+def test_a_port_is_open_where_somebody_listens():
+    """The first host waits for all others; where nobody listens, the caller has the error."""
+    request = {"address": "127.0.0.1", "port": free_port(), "callers": 2, "seconds": 2}
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(lambda call: call(request), (probe.listen, probe.connect, probe.connect))] == [{}, {}, {}]
+    assert "refused" in probe.connect(request | {"seconds": 0.1})["error"]
 
 
 FAKE_SSH = """\
