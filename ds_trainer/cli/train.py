@@ -24,7 +24,7 @@ from ds_trainer.recipe.jobs import TrainJob, Trust, trusting
 from ds_trainer.recipe.recipe import Phase, Recipe, parse_recipe
 from ds_trainer.recipe.settings import assign, parse_setting
 from ds_trainer.recipe.task_specs import TaskSpec
-from ds_trainer.tasks.registry import check_data_files
+from ds_trainer.tasks.registry import check_data_files, check_metric
 
 FIELDS = {"model_name_or_path": "model.name_or_path", "task_name": "task.name", "data_dir": "task.data_dir"}
 FIELDS |= {name: name for name in ("output_dir", "cache_dir", "seed")}
@@ -147,8 +147,11 @@ def apply_to_files(recipe: dict[str, Any], engine_config: dict[str, Any], settin
 
 
 def source_mistakes(recipe: Recipe, trust: Trust) -> list[str]:
-    """Return the mistakes in what a run reads: the data of its tasks, and its models and teachers."""
-    mistakes = [mistake for phase in recipe.phases for mistake in check_data_files(phase.task or recipe.task)]
+    """Return the mistakes in what a run reads (data, models, teachers), and in the metrics that choose checkpoints."""
+    mistakes = list[str]()
+    for phase in recipe.phases:
+        task, metric = phase.task or recipe.task, phase.metric_for_best_model
+        mistakes += check_data_files(task) + (check_metric(task, metric) if metric else [])
     if recipe.model.name_or_path is None and recipe.model.config is None:
         mistakes.append("no model: give --model_name_or_path, or model.config in the recipe for a new one")
     folders = [recipe.model.name_or_path, *(name for phase in recipe.phases for name in phase.sources.values())]

@@ -24,6 +24,7 @@ from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.jobs import TrainJob, TuneJob, ValueRange
 from ds_trainer.recipe.recipe import Recipe
 from ds_trainer.recipe.task_specs import LabelledSpec
+from ds_trainer.tasks.registry import check_metric
 from ds_trainer.tune.trials import RANKS, checked
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -156,6 +157,7 @@ def _score_mistakes(recipe: Recipe, flags: argparse.Namespace) -> Iterator[str]:
         yield "--metric needs --space, the values to try"
     if flags.phase:
         yield "--phase is for speed: with --metric the whole recipe is run, and its last model scored; drop it"
+    yield from check_metric(recipe.phases[-1].task or recipe.task, flags.metric.removeprefix("eval/"))
     tasks = {
         f"phases.{phase.name}.task" if phase.task else "task": phase.task or recipe.task for phase in recipe.phases
     }

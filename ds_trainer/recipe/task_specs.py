@@ -191,8 +191,9 @@ class Family(NamedTuple):
     """One family of tasks: the class that its JSON is parsed into, and the code that handles it.
 
     `task` is the subclass of `ds_trainer.tasks.task.Task`. `data` is a module that loads no torch, with the functions
-    `records(spec, split)`, `training_texts(spec)` and, for more than `spec.source_mistakes()`,
-    `setting_mistakes(spec)`; None: `task` reads its data itself.
+    `records(spec, split)`, `training_texts(spec)`, for more than `spec.source_mistakes()` also
+    `setting_mistakes(spec)`, and `score_names(spec)` where these follow from the spec; None: `task` reads its data
+    itself.
     Either may be written "module:name", as in packaging's entry points, and is then imported when it is first used: the
     settings are checked before torch is loaded. `names` are the task names that select the family.
     """

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_trainer.files.messages import listed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import FAMILIES, TaskBase, family
 
@@ -44,6 +45,14 @@ def check_data_files(spec: TaskBase, splits: Sequence[str] | None = None) -> lis
         except UserError as error:  # noqa: PERF203 - there are three splits at most
             mistakes.append(str(error))
     return list(dict.fromkeys(mistakes))
+
+
+def check_metric(spec: TaskBase, metric: str) -> list[str]:
+    """Return the mistake if the task is known to have no score of this name; one with a prefix is not judged."""
+    names = getattr(_data_of(spec), "score_names", None)
+    if names is None or "/" in metric or metric in names(spec):
+        return []
+    return [f'the metric is "{metric}"; the scores of {spec.name} are {listed(dict.fromkeys(names(spec)))}: write one']
 
 
 def fingerprint_of(spec: TaskBase) -> str:

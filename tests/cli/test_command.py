@@ -23,6 +23,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.settings import assign, parse_setting
 from ds_trainer.tasks.task import Task
 
+BY_F1 = {"name": "finetune", "max_steps": 2, "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "f1"}
 COMMANDS = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
 
 
@@ -61,6 +62,7 @@ def mistakes_of(command: dict, *more: str) -> str:
         ({"--set": "phases.prune.max_step=3"}, ["phases.1.max_step", '"max_steps"']),
         ({"--set": "max_steps=3"}, ["did you mean phases.*.max_steps?"]),
         ({"--set": "zero_optimization.stag=3"}, ["zero_optimization.stag ", "stage?"]),
+        ({"--set": f"phases.finetune={json.dumps(BY_F1)}"}, ['is "f1"; the scores of text are', "write one"]),
         ({"--set": "train_batch_size=7"}, ["train_batch_size", "7", "16"]),
     ],
 )

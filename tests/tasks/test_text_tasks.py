@@ -31,7 +31,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.run.loop import micro_batches
 from ds_trainer.run.objective import Objective
-from ds_trainer.tasks.registry import build_task, check_data_files
+from ds_trainer.tasks.registry import build_task, check_data_files, check_metric
 from ds_trainer.tasks.task import Forward
 from ds_trainer.tasks.text.text_data import positive_class
 from ds_trainer.tasks.text.text_task import TextTask, class_scores, regression_scores
@@ -220,6 +220,16 @@ def test_a_regression_has_scores_as_answers(build: Any) -> None:
     assert task.score("train", answers)["spearman"] == pytest.approx(1.0)
     text = task.artifacts("validation", answers)["predictions.csv"]
     assert text.splitlines()[:3] == ["line,label,answer", "2,1.5,2.0", "3,2.0,3.0"]
+
+
+def test_metrics_are_known_before_there_is_a_score() -> None:
+    """Those of the task, the mean of the classes' F1, and all that have the prefix of a class, a view or a split."""
+    several = {"name": "text", "multi_label": True}
+    good = ({"name": "cola"}, "matthews"), ({"name": "sst2"}, "macro_f1"), ({"name": "stsb"}, "pearson")
+    good += (several, "micro_f1"), ({"name": "sst2"}, "exit_2/f1"), ({"name": "sst2"}, "f1/positive")
+    assert [check_metric(TextSpec(**spec), metric) for spec, metric in good] == [[]] * len(good)
+    bad = ({"name": "sst2"}, "f1"), ({"name": "stsb"}, "macro_f1"), ({"name": "sst2", "metrics": ["f1"]}, "accuracy")
+    assert [len(check_metric(TextSpec(**spec), metric)) for spec, metric in bad] == [1, 1, 1]
 
 
 def test_logits_that_are_not_finite_have_no_score(build: Any) -> None:

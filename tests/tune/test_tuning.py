@@ -280,6 +280,7 @@ def test_a_tuning_without_any_result_says_why(job, run):
         (None, ["--debug_port", "5678"], "--debug_port is for a run"),
         ({"phases.prune.learning_rat": [1e-3]}, ACCURACY, 'unknown key; did you mean "learning_rate"'),
         ({RATE: {"low": 0, "high": 1, "log": True}}, ACCURACY, "low must be below high"),
+        ({RATE: [1e-3]}, ["--metric", "eval/f1"], 'the metric is "f1"; the scores of text are '),
         ({"task.held_out": [0.2]}, ACCURACY, "could not be compared"),
         ({RATE: [1e-3]}, [*ACCURACY, "--set", "task.held_out=0"], "give --set task.held_out=0.1"),
         (

@@ -171,6 +171,11 @@ def metrics_of(spec: TextSpec) -> tuple[str, ...]:
     return REGRESSION_METRICS if spec.regression else ("accuracy", "f1") if spec.positive_class else ("accuracy",)
 
 
+def score_names(spec: TextSpec) -> list[str]:
+    """Return the names of the scores, without those of single classes."""
+    return [*metrics_of(spec), *([] if is_regression(spec) else ["macro_f1"])]
+
+
 def positive_class(spec: TextSpec) -> str | None:
     """Return the class that `f1` is of: of a GLUE task of two classes the one whose label is 1."""
     if spec.name not in GLUE:
