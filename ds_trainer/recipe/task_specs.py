@@ -146,8 +146,7 @@ class LmSpec(TaskBase):
     """Language modelling over text: "mlm" (arXiv 1810.04805, as DistilBERT trains, arXiv 1910.01108) or "clm".
 
     Files are plain text, or tables (as of "text") with `text_column` or `messages_column`; a file name may be a pattern
-    such as "part-*.txt". `mlm_smoothing` above 0 chooses rare tokens more often. `head_positions` "all" follows from
-    restrict_ce_to_mask: false.
+    such as "part-*.txt". `mlm_smoothing` above 0 chooses rare tokens more often.
     """
 
     greater_is_better = dict.fromkeys(("perplexity", "loss"), False) | {"accuracy": True}
@@ -165,7 +164,9 @@ class LmSpec(TaskBase):
     word_keep: Fraction = Field(0.1, description="share that stays as it is")
     word_rand: Fraction = Field(0.1, description="share that a random token replaces")
     mlm_smoothing: float = Field(0.7, ge=0, le=10, description="tokens are chosen with weight count ** -mlm_smoothing")
-    head_positions: Literal["labels", "all"] = Field("labels", description="where mlm logits are computed")
+    head_positions: Literal["labels", "all"] = Field(
+        "labels", description="where mlm logits are computed; a phase with distill sets it by restrict_ce_to_mask"
+    )
 
     def mistakes(self) -> Iterator[str]:
         total, least, most = self.word_mask + self.word_keep + self.word_rand, self.min_seq_length, self.max_seq_length
