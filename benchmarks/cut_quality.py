@@ -183,7 +183,7 @@ def shorten(content: dict[str, Any]) -> None:
         if phase["num_train_epochs"] > 0:
             phase |= {"max_steps": 1, "train_batch_size": 4, "warmup_steps": 0}
         if "cut" in phase:
-            phase["cut"] |= {"calibration_examples": 16}
+            phase["cut"] |= {"calibration_examples": 16, "reconstruct": {"tokens": 256, "steps": 1}}
         if "vocabulary" in phase.get("cut", {}):
             phase["cut"]["vocabulary"] = {"keep": 30}
         if "prune" in phase.get("techniques", {}):

@@ -84,11 +84,13 @@ def recipe(texts: dict[str, str]) -> dict[str, Any]:
     """The dense model from scratch, then each cut of it, trained with it as the teacher."""
     common = {"train_batch_size": 4 if is_quick() else 8, "warmup_steps": 0.1, "logging_steps": 50}
     taught = {"distill": {"teacher": "@dense", "alpha_ce": 0.1, "alpha_distil": 0.9}}
-    examples = 8 if is_quick() else 256
+    given: dict[str, Any] = {"calibration_examples": 8 if is_quick() else 256}
+    if is_quick():
+        given["reconstruct"] = {"tokens": 256, "steps": 1}
     cuts = [
         common
         | {"name": name.replace(" ", "_"), "start_from": "@dense", "max_steps": FURTHER, "learning_rate": 5e-4}
-        | ({"cut": cut | {"calibration_examples": examples}} if cut else {})
+        | ({"cut": cut | given} if cut else {})
         | {"techniques": taught}
         for name, cut in CUTS.items()
     ]

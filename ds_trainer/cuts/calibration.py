@@ -45,7 +45,7 @@ class Calibration:
     device: torch.device = _CPU
 
 
-def calibration_of(task: Task, count: int, seed: int) -> Calibration:
+def calibration_of(task: Task, count: int, seed: int, batch: int = _BATCH) -> Calibration:
     """Draw `count` training examples (all, where there are fewer), and deal their batches out to the ranks.
 
     The batches, sorted by length, are the same for any number of ranks. Collective where the split is not read yet.
@@ -53,7 +53,7 @@ def calibration_of(task: Task, count: int, seed: int) -> Calibration:
     examples = task.examples("train")
     batches, probes = (
         [task.collate(examples, ids) for ids in parts[distributed.rank() :: distributed.world_size()]]
-        for parts in _drawn(task, count, seed)
+        for parts in _drawn(task, count, seed, batch)
     )
 
     @torch.no_grad()
@@ -123,11 +123,11 @@ def _count_tokens(calibration: Calibration) -> int:
     return sum(count for (count,) in distributed.numbers_of_all([here]))
 
 
-def _drawn(task: Task, count: int, seed: int) -> tuple[list[ExampleIds], list[ExampleIds]]:
+def _drawn(task: Task, count: int, seed: int, batch: int) -> tuple[list[ExampleIds], list[ExampleIds]]:
     """Draw batches of training examples, sorted by length, and choose examples that a divergence is measured on."""
     lengths = task.examples("train").lengths
     chosen = np.random.default_rng(seed).permutation(len(lengths))[:count]
     chosen = chosen[np.argsort(lengths[chosen], kind="stable")]
     probed = chosen[:: max(1, len(chosen) // _PROBED)]
-    batches = [chosen[start : start + _BATCH] for start in range(0, len(chosen), _BATCH)]
+    batches = [chosen[start : start + batch] for start in range(0, len(chosen), batch)]
     return batches, [probed[start : start + _PROBE_BATCH] for start in range(0, len(probed), _PROBE_BATCH)]

@@ -3,6 +3,7 @@
 The outline is a model of about the shape that the cut gives, made without calibration examples.
 """
 
+import copy
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -14,13 +15,14 @@ import torch
 from ds_trainer.cuts.allocation import allocate, check_budget, prices_of
 from ds_trainer.cuts.blocks import cut_blocks, cut_places, uniform_counts
 from ds_trainer.cuts.calibration import Calibration, calibration_of, check_sound, check_tokens
+from ds_trainer.cuts.reconstruction import LayerRecord, Remaining, reconstruct, reconstruction_set
 from ds_trainer.cuts.sizes import cut_sizes, outline_of_sizes
 from ds_trainer.cuts.surgeon import CutRecord
 from ds_trainer.cuts.vocabulary import cut_vocabulary_for
 from ds_trainer.cuts.weights import cut_linears, cut_weights
 from ds_trainer.files.writing import write_json
 from ds_trainer.models.folders import save_folder
-from ds_trainer.models.layers import in_features, rows_of
+from ds_trainer.models.layers import encoder_layers, in_features, rows_of
 from ds_trainer.models.pretrained import dtype_of
 from ds_trainer.models.shrink import shrink
 from ds_trainer.ranks.failures import UserError
@@ -49,10 +51,13 @@ class CutResult:
             counts[0] = (whole, kept, "weights of the encoder")
         line = f"cut in {self.report['seconds']} s"
         line += "".join(f", {before:,} -> {after:,} {unit}" for before, after, unit in counts if after < before)
-        if not parts:
-            return line
-        mean, worst = statistics.mean(part["error"] for part in parts), max(parts, key=lambda part: part["error"])
-        return f"{line}, error of the outputs {mean:.3f} on average, {worst['error']:.3f} in {worst['name']}"
+        if parts:
+            mean, worst = statistics.mean(part["error"] for part in parts), max(parts, key=lambda part: part["error"])
+            line += f", error of the outputs {mean:.3f} on average, {worst['error']:.3f} in {worst['name']}"
+        if layers := self.report["reconstruction"]:
+            before, after = (statistics.mean(layer[when] for layer in layers) for when in ("before", "after"))
+            line += f"; of whole layers {before:.3f}, reconstructed {after:.3f}"
+        return line
 
     def save(self, folder: Path) -> None:
         """Write the model folder, with the report beside the model."""
@@ -69,13 +74,21 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
     torch.manual_seed(seed)  # for a head that is not trained: every rank must cut the same model
     model: Any = task.build_model(source)
     before, examples, records, sizes = model.num_parameters(), 0, list[CutRecord](), dict[str, Any]()
+    layers = list[LayerRecord]()
     if spec.cuts_layers:
         examples = min(spec.calibration_examples, len(task.examples("train")))
         calibration = calibration_of(task, examples, seed)
+        remaining, dense = (
+            Remaining(range(len(encoder_layers(model)))),
+            copy.deepcopy(model) if spec.reconstruct else None,
+        )
         if spec.sizes:
-            model, records, sizes = cut_sizes(model, calibration, spec)
+            model, records, sizes, remaining = cut_sizes(model, calibration, spec)
         else:
             model, records = cut_model(model, calibration, spec)
+        if spec.reconstruct:
+            given = reconstruction_set(task, spec.reconstruct, seed)
+            layers = reconstruct(model, dense.eval().cpu(), remaining, given, spec.reconstruct)
     model, tokenizer = _finished(model, task, source, spec)
     report = {
         "spec": spec.model_dump(exclude_defaults=True),
@@ -84,6 +97,7 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
         "tokens": {"before": len(task.tokenizer), "after": len(tokenizer)},
         "seconds": round(time.perf_counter() - started, 1),
         "parts": [asdict(record) for record in records],
+        "reconstruction": [asdict(record) for record in layers],
         **sizes,
     }
     return CutResult(model, tokenizer, report)

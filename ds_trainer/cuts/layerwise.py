@@ -56,9 +56,62 @@ class Layerwise:
             layer.to(self.calibration.device)
             yield layer
             if index < len(self._layers) - 1:
-                for batch, output in enumerate(in_step(self._pass(), len(self._inputs))):
-                    self._outputs[batch] = output
+                self._advance()
             layer.cpu()
+
+    @torch.no_grad()
+    def hidden_states(self) -> Iterator[list[Tensor]]:
+        """Yield what each layer gives, by batch, on the CPU; the layers may not be changed. Collective."""
+        for index, layer in enumerate(self._layers):
+            self._at = index
+            layer.to(self.calibration.device)
+            self._advance()
+            layer.cpu()
+            yield list(map(hidden_of, self._outputs))
+
+    def outputs(self, batches: Iterable[int]) -> Generator[Any, None, None]:
+        """Yield what the present layer gives for these batches, on the device, with gradients of its weights alone.
+
+        The model's code calls all layers, since it makes their masks and positions, but only this layer computes.
+        """
+        layer, computed, before = self._layers[self._at], list[Any](), list[Any]()
+        device, with_gradient = self.calibration.device, torch.is_grad_enabled()
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _moved((args, kwargs), device)
+            with torch.set_grad_enabled(with_gradient):
+                computed[:] = [type(layer).forward(layer, *args, **kwargs)]
+            return _moved(computed[0], _CPU)
+
+        def skip(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            # some layers return a tuple, of which only the hidden states are used: the rest may be another layer's
+            like = (computed or before)[0]
+            return (hidden, *like[1:]) if isinstance(like, tuple) else hidden
+
+        with contextlib.ExitStack() as standing_aside:
+            for index, other in enumerate(self._layers):
+                forward = compute if index == self._at else skip
+                if index == self._at - 1:
+                    forward = lambda *_, **__: before[0]  # noqa: E731
+                standing_aside.enter_context(_forward_replaced(other, forward))
+            for batch in batches:
+                before[:] = [self._outputs[batch]]
+                computed.clear()
+                with torch.no_grad():
+                    self._base(**self._inputs[batch])
+                if not computed:
+                    raise self._no_row()
+                yield computed[0]
+
+    def all_outputs(self) -> Iterator[Any]:
+        """Yield what the present layer gives for every batch, on the device; collective."""
+        return in_step(self.outputs(range(len(self._inputs))), len(self._inputs))
+
+    @torch.no_grad()
+    def _advance(self) -> None:
+        for batch, output in enumerate(self.all_outputs()):
+            self._outputs[batch] = _moved(output, _CPU)
 
     @torch.no_grad()
     def gram(self, name: str, linear: AnyLinear, unused: Iterable[AnyLinear] = ()) -> Gram:
@@ -70,7 +123,7 @@ class Layerwise:
         with _inputs_recorded({name: linear}) as inputs, contextlib.ExitStack() as replaced:
             for other in unused:
                 replaced.enter_context(_forward_replaced(other, partial(_zeros, out_features(other))))
-            for _ in in_step(self._pass(), len(self._inputs)):
+            for _ in self.all_outputs():
                 tokens = next(attended).to(self.calibration.device)
                 for call in inputs.pop(name, ()):
                     values = by_example(call, tokens.shape)
@@ -80,6 +133,7 @@ class Layerwise:
         finite(gram.products, f"the inputs of {name}")
         return gram
 
+    @torch.no_grad()
     def input_groups(self) -> list[list[str]]:
         """Group the linear layers that the present layer computes by their inputs, in order; collective.
 
@@ -91,7 +145,7 @@ class Layerwise:
             groups: dict[tuple[int, ...], list[str]] = {}
             with (
                 _inputs_recorded({name: module for name, module in modules if isinstance(module, AnyLinear)}) as inputs,
-                contextlib.closing(self._pass()) as batches,
+                contextlib.closing(self.outputs([0])) as batches,
             ):
                 next(batches)
                 for name, calls in inputs.items():
@@ -99,41 +153,6 @@ class Layerwise:
             return list(groups.values())
 
         return distributed.on_main(groups_of_first_batch)
-
-    @torch.no_grad()
-    def _pass(self) -> Generator[Any, None, None]:
-        """Yield what the present layer gives for each batch, on the CPU.
-
-        The model's code calls all layers, since it makes their masks and positions, but only this layer computes.
-        """
-        layer, outputs = self._layers[self._at], iter(self._outputs)
-        computed: list[Any] = []
-
-        def compute(*args: Any, **kwargs: Any) -> Any:
-            on_device = _moved((args, kwargs), self.calibration.device)
-            computed[:] = [_moved(type(layer).forward(layer, *on_device[0], **on_device[1]), _CPU)]
-            return computed[0]
-
-        def skip(*args: Any, **kwargs: Any) -> Any:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            # some layers return a tuple, of which only the hidden states are used: the rest may be another layer's
-            like = (computed or before)[0]
-            return (hidden, *like[1:]) if isinstance(like, tuple) else hidden
-
-        before: list[Any] = []
-        with contextlib.ExitStack() as standing_aside:
-            for index, other in enumerate(self._layers):
-                forward = compute if index == self._at else skip
-                if index == self._at - 1:
-                    forward = lambda *_, **__: before[0]  # noqa: E731
-                standing_aside.enter_context(_forward_replaced(other, forward))
-            for inputs in self._inputs:
-                before[:] = [next(outputs)]
-                computed.clear()
-                self._base(**inputs)
-                if not computed:
-                    raise self._no_row()
-                yield computed[0]
 
     def _no_row(self) -> UserError:
         return UserError(
@@ -160,6 +179,12 @@ def with_grams(
                 later = chain.from_iterable(groups[index:])
                 gram = layerwise.gram(wanted[0], linears[wanted[0]], later)
                 yield from ((name, gram) for name in wanted)
+
+
+def hidden_of(output: Any) -> Tensor:
+    """Return the hidden states of what a layer returns."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
 
 
 def by_example(values: Tensor, tokens: torch.Size) -> Tensor:
@@ -227,9 +252,9 @@ def _zeros(features: int, inputs: Tensor) -> Tensor:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Return a value on a device: a tensor, or all tensors in tuples and dicts."""
+    """Return a value on a device, without gradient: a tensor, or all tensors in tuples and dicts."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value.detach().to(device)
     if isinstance(value, tuple):
         return tuple(_moved(one, device) for one in value)
     return {name: _moved(one, device) for name, one in value.items()} if isinstance(value, dict) else value

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ds_trainer.cuts.blocks import cut_blocks, cut_places
 from ds_trainer.cuts.calibration import Calibration, check_sound, check_tokens, finite
 from ds_trainer.cuts.layerwise import observe
+from ds_trainer.cuts.reconstruction import Remaining
 from ds_trainer.cuts.surgeon import CutRecord
 from ds_trainer.cuts.vocabulary import kept_alone
 from ds_trainer.models.folders import as_user_error
@@ -50,7 +51,9 @@ class Sizes:
     neurons: int
 
 
-def cut_sizes(model: Any, calibration: Calibration, spec: CutSpec) -> tuple[Any, list[CutRecord], dict[str, Any]]:
+def cut_sizes(
+    model: Any, calibration: Calibration, spec: CutSpec
+) -> tuple[Any, list[CutRecord], dict[str, Any], Remaining]:
     """Return the cut model, on the CPU, what was done to its blocks, and its sizes as JSON values; collective.
 
     UserError as `planned_sizes` raises it, and where weights are not finite.
@@ -69,9 +72,11 @@ def cut_sizes(model: Any, calibration: Calibration, spec: CutSpec) -> tuple[Any,
         check_tokens(cut, calibration, spec)
         records = cut_blocks(model, places, counts, calibration, spec)
         model = shrink(model)
+    channels = None
     if sizes.width < now.width:
-        model = _narrowed(model, sizes, calibration)
-    return model, records, {"sizes": {"before": asdict(now), "after": asdict(sizes), "layers": layers}}
+        model, channels = _narrowed(model, sizes, calibration)
+    report = {"sizes": {"before": asdict(now), "after": asdict(sizes), "layers": layers}}
+    return model, records, report, Remaining(layers, channels)
 
 
 def outline_of_sizes(model: Any, spec: CutSpec) -> Any:
@@ -140,7 +145,7 @@ def config_of_sizes(model: Any, sizes: Sizes) -> Any:
 
 
 @torch.no_grad()
-def _narrowed(model: Any, sizes: Sizes, calibration: Calibration) -> Any:
+def _narrowed(model: Any, sizes: Sizes, calibration: Calibration) -> tuple[Any, Tensor]:
     """Return the model with the most active channels alone; collective. Norms keep the scale of what they give."""
     config, width = config_of_sizes(model, sizes), model.config.hidden_size
     narrow = build_like(model, config)
@@ -170,7 +175,7 @@ def _narrowed(model: Any, sizes: Sizes, calibration: Calibration) -> Any:
     _keep_scale_of_embeddings(narrow, width)
     if model.can_generate():
         narrow.generation_config = copy.deepcopy(model.generation_config)
-    return narrow.eval()
+    return narrow.eval(), channels
 
 
 def _scales(model: Any, norms: Mapping[str, nn.Module], channels: Tensor, calibration: Calibration) -> dict[str, float]:

@@ -45,6 +45,14 @@ class VocabularySpec(Strict):
         return Path(self.keep) if isinstance(self.keep, str) and self.keep != "seen" else None
 
 
+class ReconstructSpec(Strict):
+    """The training of each layer of a cut model to the dense model's hidden states (arXiv 2510.14444)."""
+
+    tokens: Positive = Field(32_768, description="training tokens, about, in whose hidden states layers are compared")
+    steps: Positive = Field(300, description="steps of Adam in each layer, of about 256 tokens")
+    learning_rate: float = Field(2e-3, gt=0, description="its rate, which falls linearly to 0")
+
+
 class CutSpec(Strict):
     """A cut from a calibration set, without training, by optimal brain surgeon (arXiv 2302.04089) or its rivals."""
 
@@ -76,6 +84,9 @@ class CutSpec(Strict):
     damping: float = Field(0.01, gt=0, le=10, description="share of the mean variance that is added to each input's")
     block_shape: list[Positive] = Field([32, 32], min_length=2, max_length=2, description="outputs, inputs of a block")
     min_heads: Whole = Field(0, description="heads, or groups that share a key and value, to keep in every layer")
+    reconstruct: Literal[False] | ReconstructSpec = Field(
+        default_factory=ReconstructSpec, description="train each layer to give the dense model's states, unless false"
+    )
     vocabulary: VocabularySpec | None = Field(None, description="also keep only some tokens, or this alone")
 
     @property

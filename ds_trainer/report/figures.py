@@ -87,10 +87,13 @@ def readings(phase: str, records: LogRecords) -> Figure | None:
     return figure
 
 
-def cut_parts(phase: str, parts: Sequence[Mapping[str, Any]]) -> Figure | None:
+def cut_parts(
+    phase: str, parts: Sequence[Mapping[str, Any]], reconstruction: Sequence[Mapping[str, Any]]
+) -> Figure | None:
     """Draw by layer what a cut has kept of each block or matrix, above the error of its outputs.
 
-    `parts` are the records of a cut as JSON values. What has no record in a layer was left whole there.
+    `parts` are the records of a cut as JSON values. What has no record in a layer was left whole there. Those of
+    `reconstruction` say the error of each layer's states that are held out, before its weights were trained and after.
     """
     if not parts:
         return None
@@ -105,6 +108,9 @@ def cut_parts(phase: str, parts: Sequence[Mapping[str, Any]]) -> Figure | None:
         name = f"{label(part)} (of {max(record['count'] for record in cut):,})"
         above.plot(layers, [100 * each["kept"] / each["count"] for each in cut], "o-", color=colour(index), label=name)
         below.plot(layers, [100 * each["error"] for each in cut], "o-", color=colour(index))
+    for when, style in (("before", ":"), ("after", "-")) if reconstruction else ():
+        errors = [100 * record[when] for record in reconstruction]
+        below.plot(errors, style, color="black", label=f"whole layer, {when} its reconstruction")
     dress(above, "", "kept (%)")
     dress(below, "layer", "error of the outputs (%)")
     for axes in (above, below):

@@ -98,7 +98,7 @@ def _plots_of(run: RunFiles, phase: str) -> Iterator[_Plot]:
     if cut := result.get("cut"):
         what = "heads of the attention, neurons of the feed-forward, or single weights"
         caption = f"what the cut kept ({what}), and the error of the outputs as a share of their variance."
-        yield plot("cut", caption, figures.cut_parts, cut["parts"])
+        yield plot("cut", caption, figures.cut_parts, cut["parts"], cut.get("reconstruction", ()))
     exits = run.exits(phase)
     for index, split in enumerate(exits.get("splits", {})):
         end = f"_{_for_file(split)}" if index else ""

@@ -91,10 +91,9 @@ def test_examples_are_drawn_by_the_seed_and_dealt_out_to_the_ranks(tmp_path: Pat
     task, _ = task_of("classes", tmp_path)
     everything = calibration_of(task, 512, seed=0)
     assert sum(map(len, everything.attended)) == len(task.examples("train")) == 18
-    monkeypatch.setattr("ds_trainer.cuts.calibration._BATCH", 3)
     draws = []
     for seed in (0, 0, 1):
-        given = calibration_of(task, 9, seed)
+        given = calibration_of(task, 9, seed, 3)
         draws.append(rows(zip(given.inputs, given.attended, strict=True)))
     assert draws[0] == draws[1] != draws[2]
     assert len(draws[0]) == 9
@@ -103,7 +102,7 @@ def test_examples_are_drawn_by_the_seed_and_dealt_out_to_the_ranks(tmp_path: Pat
     parts = []
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        given = calibration_of(task, 9, 0)
+        given = calibration_of(task, 9, 0, 3)
         parts.append([rows([batch]) for batch in zip(given.inputs, given.attended, strict=True)])
     assert [len(part) for part in parts] == [2, 1]
     assert [*parts[0][0], *parts[1][0], *parts[0][1]] == draws[0]

@@ -36,7 +36,7 @@ def test_a_cut_decoder_is_a_plain_folder_that_generates_alike_with_and_without_a
     """All sizes at once; the rehearsal has the same shapes, and transformers loads the folder without our code."""
     heads = {} if family == "gpt2" else {"heads": 1}
     spec = CutSpec(layers=2, width=0.5, neurons=0.5, **heads)
-    small, records, report = cut_sizes(decoder(family), GIVEN, spec)
+    small, records, report, _ = cut_sizes(decoder(family), GIVEN, spec)
     assert report["sizes"]["after"].items() >= {"layers": 2, "width": 16}.items()
     assert {record.kept / record.count for record in records} == {0.5}
     shapes = [
@@ -61,7 +61,7 @@ def test_a_cut_encoder_is_a_plain_folder_whose_answers_depend_on_its_tokens(fami
     """With the norms of its head, which no calibration example runs through."""
     config = transformers.AutoConfig.for_model(family, **{"vocab_size": VOCABULARY} | KIN[family])
     model = randomised(transformers.AutoModelForMaskedLM.from_config(config))
-    small, _, report = cut_sizes(model, GIVEN, CutSpec(layers=2, width=16))
+    small, _, report, _ = cut_sizes(model, GIVEN, CutSpec(layers=2, width=16))
     assert report["sizes"]["after"].items() >= {"layers": 2, "width": 16}.items()
     small.save_pretrained(tmp_path)
     logits = logits_of(transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval())
@@ -96,7 +96,7 @@ def test_layers_that_change_nothing_are_dropped_wherever_they_are(family: str) -
         if family == "gemma2":  # the norms after its blocks undo small weights
             for norm in (idle.post_attention_layernorm, idle.post_feedforward_layernorm):
                 norm.weight.fill_(-1 + 1e-3)
-    small, _, report = cut_sizes(copy.deepcopy(model), GIVEN, CutSpec(layers=3))
+    small, _, report, _ = cut_sizes(copy.deepcopy(model), GIVEN, CutSpec(layers=3))
     assert report["sizes"]["layers"] == [0, 2, 4]
     for idle in [*layers_of(model).values()][1:4:2]:
         idle.register_forward_hook(lambda _, given, out: given[0])
@@ -144,7 +144,7 @@ def test_channels_that_hold_nothing_are_cut_without_a_change(family: str) -> Non
         if family == "olmo2":  # whose attention no cut knows
             layer.self_attn.o_proj.weight[silent] = 0
     before = logits_of(model)
-    small, records, _ = cut_sizes(copy.deepcopy(model), GIVEN, CutSpec(width=16))
+    small, records, *_ = cut_sizes(copy.deepcopy(model), GIVEN, CutSpec(width=16))
     assert records == []
     torch.testing.assert_close(logits_of(small), before, rtol=1e-3, atol=1e-3)
 
@@ -179,5 +179,5 @@ def test_a_layer_whose_place_no_other_can_take_stays() -> None:
     model = bare_of("modernbert")
     for block in blocks_of(model.layers[0]):
         model.layers[0].get_submodule(block.outer).weight.mul_(1e-3)
-    _, _, report = cut_sizes(model, GIVEN, CutSpec(layers=1))
+    _, _, report, _ = cut_sizes(model, GIVEN, CutSpec(layers=1))
     assert report["sizes"]["layers"] == [0]

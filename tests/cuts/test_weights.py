@@ -194,7 +194,10 @@ def test_zeros_stay_zeros(method):
 
 
 def test_two_ranks_write_the_same_zeros_and_weights(tmp_path):
-    """Two ranks, each with half of the examples, write the zeros of one rank, and its weights to fp32's last bits."""
+    """Two ranks, each with half of the examples, write the zeros of one rank, and its weights to fp32's last bits.
+
+    Those of "obs" are reconstructed by 20 steps as well, in which two ranks' gradients have one sum.
+    """
     done = run_deepspeed(2, "tests/support/weight_cuts.py", str(tmp_path / "weights.pt"))
     assert not done.returncode, done.stderr
     for method, weights in torch.load(tmp_path / "weights.pt").items():

@@ -17,7 +17,7 @@ def recipe(tagged_recipe, tmp_path_factory) -> Path:
     Then cut half of the trained heads and neurons and teach that, and cut half of this and of the tokens.
     """
     common = {"train_batch_size": 16, "learning_rate": 4e-3, "logging_steps": 1}
-    cut = {"keep": 0.5, "calibration_examples": 32}
+    cut = {"keep": 0.5, "calibration_examples": 32, "reconstruct": {"tokens": 512, "steps": 4}}
     weights = cut | {"granularity": "weight", "uniform": True}
     distill = {"teacher": "@dense", "cache_teacher": True, "alpha_ce": 0.5, "alpha_distil": 0.5}
     zeros = {"max_steps": 2, "techniques": {"keep_zeros": True}}

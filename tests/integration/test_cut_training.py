@@ -18,7 +18,7 @@ COMMON = {"train_batch_size": 16, "learning_rate": 2e-3, "per_device_eval_batch_
 DENSE = COMMON | {"name": "dense", "max_steps": 12}
 FILLED = COMMON | {
     "name": "filled",
-    "cut": {"keep": 0.5, "calibration_examples": 64},
+    "cut": {"keep": 0.5, "calibration_examples": 64, "reconstruct": {"tokens": 1024, "steps": 8}},
     "techniques": {"distill": {"teacher": "@model", "alpha_ce": 0.1, "alpha_distil": 0.9}},
     "max_steps": 6,
     "save_steps": 2,

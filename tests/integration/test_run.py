@@ -292,7 +292,7 @@ FEW_DOCSTRINGS = "from ds_trainer.tasks.text import docstrings; docstrings.CLASS
 def test_the_embedded_default_runs(server, tmp_path):
     """The quickstart's recipe, shortened: data from docstrings, a tokenizer trained on them, all phases, one table."""
     short = {"phases.*.max_steps": 2, "task.max_train_samples": 300, "task.max_eval_samples": 50, "report": "false"}
-    short |= {"phases.quarter.cut.calibration_examples": 16}
+    short |= {"phases.quarter.cut.calibration_examples": 16, "phases.quarter.cut.reconstruct": '{"steps": 1}'}
     words = [word for field, value in short.items() for word in ("--set", f"{field}={value}")]
     run = server.run(0, tmp_path / "out", "--recipe", "quickstart", *words, sabotage={0: FEW_DOCSTRINGS})
     assert run.codes() == [0], run.text[-4000:]

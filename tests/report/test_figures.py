@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+RECONSTRUCTION = [{"name": f"layer.{i}", "before": 0.1 + i / 10, "after": 0.05, "seconds": 4.0} for i in range(3)]
+
+
 def every_figure() -> dict[str, Figure | None]:
     """Each kind of figure, with as many entries as it is likely to have."""
     layers = {f"prune/density/layer.{i}.{name}": i / 24 for i in range(24) for name in ("query", "output.dense")}
@@ -23,7 +26,7 @@ def every_figure() -> dict[str, Figure | None]:
         "long_names": figures.losses("a" * 64, [{**row, f"train/lr/*.{'b' * 64}.*": 1e-3} for row in taught()]),
         "readings": figures.readings("taught", taught()),
         "readings_deep": figures.readings("a", [record(n, prune__density=1 / n) | layers for n in (1, 2)]),
-        "cut": figures.cut_parts("quarter", parts()),
+        "cut": figures.cut_parts("quarter", parts(), RECONSTRUCTION),
         **{f"exits{n}": figures.exit_curves("exits", "validation", synthetic_exits(n)) for n in (12, 24)},
         "histogram": figures.exit_histogram("exits", "validation", synthetic_exits(24)),
     }
@@ -59,7 +62,7 @@ def test_nothing_is_drawn_of_what_is_not_there():
     assert figures.losses("a", []) is None
     assert figures.losses("a", bare) is None
     assert figures.readings("a", [*bare, record(3, eval__accuracy=0.5) | {"memory/resident/rank0": 1}]) is None
-    assert figures.cut_parts("a", []) is None
+    assert figures.cut_parts("a", [], []) is None
     exits = synthetic_exits()
     exits["splits"]["validation"]["early_exit"]["exit_counts"] = {}
     assert figures.exit_histogram("a", "validation", exits) is None
@@ -103,11 +106,12 @@ def test_readings_have_a_panel_each_and_a_line_for_each_layer():
 
 
 def test_a_cut_is_drawn_by_layer():
-    """A line for each kind of block, at 100% where one was left whole, above the errors of the outputs."""
-    figure = figures.cut_parts("quarter", parts())
+    """A line for each kind of block, at 100% where one was left whole, above the errors of outputs and whole layers."""
+    figure = figures.cut_parts("quarter", parts(), RECONSTRUCTION)
     kept = {name: list(line.get_ydata()) for name, line in lines(figure).items()}
     assert kept == {"heads (of 12)": [50, 25, 50], "neurons (of 1,536)": [50, 25, 100]}
-    assert [list(line.get_ydata()) for line in figure.axes[1].get_lines()] == [[0, 10, 20], [0, 10, 0]]
+    below = [list(line.get_ydata()) for line in figure.axes[1].get_lines()]
+    assert np.allclose(below, [[0, 10, 20], [0, 10, 0], [10, 20, 30], [5, 5, 5]])
 
 
 def test_exits_stand_at_the_expected_speed_up():

@@ -21,7 +21,7 @@ from ds_trainer.run.starting_models import MadeModels, RehearsedModels, Starting
 from ds_trainer.tasks.registry import build_task
 
 SMALL = {"name": "small", "start_from": "@model", "max_steps": 1}
-CUT = {"keep": 0.5, "uniform": True, "calibration_examples": 32}
+CUT = {"keep": 0.5, "uniform": True, "calibration_examples": 32, "reconstruct": {"tokens": 512, "steps": 5}}
 
 
 def student_recipe(tiny_recipe: dict, layers: list[int]) -> Recipe:
@@ -77,6 +77,8 @@ def test_a_cut_is_made_once_with_its_report(tiny_recipe, tmp_path):
     assert (report["spec"], report["examples"]) == (CUT, 32)
     assert [(part["count"], part["kept"]) for part in report["parts"]] == [(2, 1), (64, 32)] * 2
     assert all(0 < part["error"] < 1 for part in report["parts"])
+    assert [layer["name"] for layer in report["reconstruction"]] == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
+    assert all(0 < layer["after"] <= layer["before"] < 2 for layer in report["reconstruction"])
 
 
 def test_a_cut_of_something_else_is_made_anew(tiny_recipe, tmp_path, csv_folder, monkeypatch):
@@ -123,7 +125,9 @@ def test_a_host_without_the_cut_makes_all_ranks_cut(tiny_recipe, tmp_path, monke
     """This one has its folder already, and keeps it; the calibration is run, since another rank waits in it."""
     recipe, calls = cut_recipe(tiny_recipe), []
     sizes = {"before": 2, "after": 1}
-    result = CutResult(None, None, {"parts": [], "parameters": sizes, "tokens": sizes, "seconds": 0})
+    result = CutResult(
+        None, None, {"parts": [], "reconstruction": [], "parameters": sizes, "tokens": sizes, "seconds": 0}
+    )
     before = times_in(made(recipe, tmp_path))
     monkeypatch.setattr(distributed, "numbers_of_all", lambda values: [list(values), [1]])
     monkeypatch.setattr(starting_models, "cut_of", lambda *given: calls.append(given) or result)

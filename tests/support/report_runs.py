@@ -100,7 +100,7 @@ def write_run(folder: Path) -> Path:
     early = {"early_exit/accuracy": 0.79, "early_exit/mean_layers": 1.75, "early_exit/speedup": 1.6}
     early |= {"early_exit/expected_saving": 0.58, "exit_1/accuracy": 0.61, "mm/exit_2/accuracy": 0.62}
     early |= {"early_exit/leave_at_1": 63, "early_exit/seconds": 64.0, "early_exit/full_seconds": 65.0}
-    cut = {"seconds": 8.14, "examples": 512, "parts": parts(), "scores": {"accuracy": 0.8624}}
+    cut = {"seconds": 8.14, "examples": 512, "parts": parts(), "reconstruction": [], "scores": {"accuracy": 0.8624}}
     results = {
         "dense": results_of(dense, 0.9, latency=latency, measured_on=conditions, size={"bytes": 3 * 2**20}),
         "taught": results_of(counts, 0.8, eval=teacher, latency=faster, measured_on=conditions, cut=cut),

@@ -3,6 +3,7 @@
 As a script, `weight_cuts.py OUT` cuts one on all ranks, and rank 0 writes its weights.
 """
 
+import copy
 import sys
 
 import torch
@@ -10,9 +11,10 @@ import transformers
 from support.zeroed import randomised
 
 from ds_trainer.cuts.calibration import Calibration
+from ds_trainer.cuts.reconstruction import Remaining, reconstruct
 from ds_trainer.cuts.weights import cut_weights
 from ds_trainer.ranks import distributed
-from ds_trainer.recipe.cut_specs import CutSpec
+from ds_trainer.recipe.cut_specs import CutSpec, ReconstructSpec
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
@@ -67,7 +69,11 @@ def spec_of(**fields):
 def cut_by_ranks(method):
     model = model_of("bert")
     calibration = dealt_calibration(distributed.rank(), distributed.world_size())
+    dense = copy.deepcopy(model)
     cut_weights(model, calibration, spec_of(method=method, uniform=False))
+    if method == "obs":
+        records = reconstruct(model, dense, Remaining(range(2)), calibration, ReconstructSpec(steps=20))
+        assert all(record.after < record.before for record in records)
     return model.state_dict()
 
 
