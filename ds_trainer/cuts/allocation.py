@@ -5,8 +5,8 @@ the model's answers differs from block to block, so it is measured: with one blo
 divergence of the answers from the dense model's. Dynamic programming then chooses the sizes of the smallest sum.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from ds_trainer.cuts.blocks import CutBlock, OuterCut
 from ds_trainer.cuts.calibration import Calibration
-from ds_trainer.cuts.layerwise import with_grams
+from ds_trainer.cuts.layerwise import grams_of_whole, resumed
 from ds_trainer.cuts.surgeon import Gram, Replacement
 from ds_trainer.models.costs import decision_flops, encoder_flops, measured_seconds
+from ds_trainer.models.layers import encoder_layers
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
@@ -86,37 +87,41 @@ def check_budget(places: Mapping[str, CutBlock], prices: Prices, spec: CutSpec) 
 @torch.no_grad()
 def allocate(
     model: Any, places: Mapping[str, CutBlock], prices: Prices, calibration: Calibration, spec: CutSpec
-) -> dict[str, int]:
-    """Return how many decisions each block of `cut_places` keeps; collective. The model stays as it is.
+) -> tuple[dict[str, CutBlock], dict[str, int]]:
+    """Return the blocks of `cut_places` with their orders, and how many decisions each one keeps; collective.
 
-    UserError as `check_budget` raises it.
+    The orders are those of the dense model: found again on what a cut model's blocks get, they would do no better. The
+    model stays as it is. UserError as `check_budget` raises it.
     """
     check_budget(places, prices, spec)
 
-    def tried(place: CutBlock, gram: Gram) -> tuple[NDArray[np.float64], dict[int, Replacement]]:
-        """Return the errors by the number of decisions that are removed, (count + 1,), and replacements by size."""
+    def tried(place: CutBlock, gram: Gram) -> tuple[Sequence[int], NDArray[np.float64], dict[int, Replacement]]:
+        """Return the order, the errors by the number of removed decisions, (count + 1,), and replacements by size."""
         cut = OuterCut(place, gram, spec)
         sizes = sorted({max(place.lowest, round(share * place.count)) for share in MEASURED_SHARES})
-        return np.cumsum([0.0, *cut.errors]), {size: cut.keeping(size) for size in sizes}
+        return cut.order, np.cumsum([0.0, *cut.errors]), {size: cut.keeping(size) for size in sizes}
 
     outers = {name: place.outer for name, place in places.items()}
     trials = {
         name: distributed.on_main(partial(tried, places[name], gram))
-        for name, gram in with_grams(model, outers, calibration, "ordering heads and neurons")
+        for name, gram in grams_of_whole(model, outers, calibration, "ordering heads and neurons")
     }
     model.to(calibration.device)
-    dense, curves = calibration.answers(model), dict[str, Curve]()
-    for name, place in progress(places.items(), "measuring the loss of cuts of one block", "block"):
-        errors, replacements = trials[name]
-        before = {key: value.clone() for key, value in place.outer.state_dict().items()}
-        losses = {}
-        for size, replacement in replacements.items():
-            replacement.write(place.outer)
-            losses[size] = calibration.divergence(dense, calibration.answers(model))
-        place.outer.load_state_dict(before)
-        curves[name] = _curve(place, errors, losses)
+    run = partial(calibration.answers, model)
+    dense, curves, count = run(), dict[str, Curve](), len(encoder_layers(model))
+    for layer in progress(resumed(model, run), "measuring the loss of cuts of one block", "layer", count):
+        for name in (name for name in trials if places[name].layer is layer):
+            outer, (_, errors, replacements) = places[name].outer, trials[name]
+            before = {key: value.clone() for key, value in outer.state_dict().items()}
+            losses = {}
+            for size, replacement in replacements.items():
+                replacement.write(outer)
+                losses[size] = calibration.divergence(dense, run())
+            outer.load_state_dict(before)
+            curves[name] = _curve(places[name], errors, losses)
     model.cpu()
-    return cheapest_sizes(curves, prices)
+    ordered = {name: replace(places[name], order=order) for name, (order, _, _) in trials.items()}
+    return ordered, cheapest_sizes(curves, prices)
 
 
 def _curve(place: CutBlock, errors: NDArray[np.float64], losses: Mapping[int, float]) -> Curve:

@@ -6,7 +6,7 @@ and writes zeros for the others; `models/shrink.py` then makes the smaller model
 the model computes them, each on the inputs that it gets from the blocks that are cut already.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ class CutBlock:
     count: int
     lowest: int
     """The number of decisions that it keeps in any case."""
+    order: Sequence[int] = ()
+    """The order in which decisions go, where it is known before the block is cut."""
 
     @property
     def outer(self) -> Any:
@@ -72,28 +74,31 @@ def uniform_counts(places: Mapping[str, CutBlock], keep: float) -> dict[str, int
 
 
 class OuterCut:
-    """The outer linear layer of a block, the order in which its inputs go, and its weights with fewer of them."""
+    """The outer linear layer of a block, the order in which its inputs go, and its weights with fewer of them.
+
+    The order of a block that has one stays, and the errors are not computed.
+    """
 
     def __init__(self, place: CutBlock, gram: Gram, spec: CutSpec) -> None:
         self.count, self.spec = place.count, spec
         self.fitting = Fitting(place.outer, gram, spec.damping)
-        if spec.method == "obs":
+        if place.order:
+            self.order = place.order
+        elif spec.method == "obs":
             width = self.fitting.weight.shape[1] // place.count
             self.order, self.errors = removal(self.fitting.weight, self.fitting.damped, width)
         else:  # the smallest goes first; the errors are not known
             self.order, self.errors = _magnitudes(place).argsort().tolist(), [1.0] * place.count
 
     def keeping(self, count: int) -> Replacement:
-        """Return the layer's weight and bias for `count` decisions, with zeros for those that are removed."""
+        """Return the layer's weight and bias for `count` decisions."""
         dense = self.fitting.weight
         decisions = torch.ones(self.count, dtype=torch.bool, device=dense.device)
         decisions[self.order[: self.count - count]] = False
         columns = decisions.repeat_interleave(dense.shape[1] // self.count)
-        weight = torch.zeros_like(dense)
         # the updates of the removals would give the same weights; one solve has less rounding
         fitted = least_squares(dense, self.fitting.damped, columns) if self.spec.update_weights else dense[:, columns]
-        weight[:, columns] = fitted
-        return self.fitting.replacement(weight)
+        return self.fitting.replacement(fitted, columns.cpu())
 
 
 def cut_blocks(

@@ -78,10 +78,8 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
     if spec.cuts_layers:
         examples = min(spec.calibration_examples, len(task.examples("train")))
         calibration = calibration_of(task, examples, seed)
-        remaining, dense = (
-            Remaining(range(len(encoder_layers(model)))),
-            copy.deepcopy(model) if spec.reconstruct else None,
-        )
+        remaining = Remaining(range(len(encoder_layers(model))))
+        dense: Any = copy.deepcopy(model) if spec.reconstruct else None
         if spec.sizes:
             model, records, sizes, remaining = cut_sizes(model, calibration, spec)
         else:
@@ -139,7 +137,8 @@ def cut_model(model: Any, calibration: Calibration, spec: CutSpec) -> tuple[Any,
     if spec.uniform:
         counts = uniform_counts(places, spec.share)
     else:
-        counts = allocate(model, places, prices_of(model, places, spec, calibration.device), calibration, spec)
+        prices = prices_of(model, places, spec, calibration.device)
+        places, counts = allocate(model, places, prices, calibration, spec)
     check_tokens([place.outer for place in places.values()], calibration, spec)
     records = cut_blocks(model, places, counts, calibration, spec)
     return shrink(model), records

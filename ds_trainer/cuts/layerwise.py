@@ -7,9 +7,9 @@ rotary positions, convolutions between layers) so runs as always, for every arch
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 
 import torch
@@ -52,11 +52,11 @@ class Layerwise:
     def __iter__(self) -> Iterator[nn.Module]:
         """Yield each layer, on the device. It may be changed until the next one is taken."""
         for index, layer in enumerate(progress(self._layers, self._doing, "layer")):
-            self._at = index
+            self._at, self._passed = index, False  # whether the outputs are those of this layer already
             layer.to(self.calibration.device)
             yield layer
-            if index < len(self._layers) - 1:
-                self._advance()
+            if index < len(self._layers) - 1 and not self._passed:
+                self.grams({})
             layer.cpu()
 
     @torch.no_grad()
@@ -65,7 +65,7 @@ class Layerwise:
         for index, layer in enumerate(self._layers):
             self._at = index
             layer.to(self.calibration.device)
-            self._advance()
+            self.grams({})
             layer.cpu()
             yield list(map(hidden_of, self._outputs))
 
@@ -109,29 +109,30 @@ class Layerwise:
         return in_step(self.outputs(range(len(self._inputs))), len(self._inputs))
 
     @torch.no_grad()
-    def _advance(self) -> None:
-        for batch, output in enumerate(self.all_outputs()):
-            self._outputs[batch] = _moved(output, _CPU)
+    def grams(self, linears: Mapping[str, AnyLinear], unused: Sequence[AnyLinear] = ()) -> dict[str, Gram]:
+        """Run the present layer, and return the sums of the inputs of these linear layers in it; collective.
 
-    @torch.no_grad()
-    def gram(self, name: str, linear: AnyLinear, unused: Iterable[AnyLinear] = ()) -> Gram:
-        """Run the present layer, and return the sums of the inputs of this linear layer in it; collective.
-
-        `unused` are linear layers on which these inputs do not depend: their products are not computed.
+        `unused` are linear layers on which these inputs do not depend: their products are not computed. Where there are
+        none, the layer has given what the next one gets, and may not be changed any more.
         """
-        gram, attended = Gram(in_features(linear), self.calibration.device), iter(self.calibration.attended)
-        with _inputs_recorded({name: linear}) as inputs, contextlib.ExitStack() as replaced:
+        grams = {name: Gram(in_features(linear), self.calibration.device) for name, linear in linears.items()}
+        with _inputs_recorded(linears) as inputs, contextlib.ExitStack() as replaced:
             for other in unused:
                 replaced.enter_context(_forward_replaced(other, partial(_zeros, out_features(other))))
-            for _ in self.all_outputs():
-                tokens = next(attended).to(self.calibration.device)
-                for call in inputs.pop(name, ()):
-                    values = by_example(call, tokens.shape)
-                    # relative positions, for example, are no tokens: all of them count
-                    gram.add(values[tokens] if values.shape[:2] == tokens.shape else values.flatten(0, -2))
-        gram.add_ranks()
-        finite(gram.products, f"the inputs of {name}")
-        return gram
+            for batch, output in enumerate(self.all_outputs()):
+                tokens = self.calibration.attended[batch].to(self.calibration.device)
+                for name, gram in grams.items():
+                    for call in inputs.pop(name, ()):
+                        values = by_example(call, tokens.shape)
+                        # relative positions, for example, are no tokens: all of them count
+                        gram.add(values[tokens] if values.shape[:2] == tokens.shape else values.flatten(0, -2))
+                if not unused:
+                    self._outputs[batch] = _moved(output, _CPU)
+        self._passed = not unused
+        for name, gram in grams.items():
+            gram.add_ranks()
+            finite(gram.products, f"the inputs of {name}")
+        return grams
 
     @torch.no_grad()
     def input_groups(self) -> list[list[str]]:
@@ -176,9 +177,42 @@ def with_grams(
             wanted = [names[linear] for linear in group if linear in names]
             if wanted:
                 # what is called after a linear layer has no part in its inputs
-                later = chain.from_iterable(groups[index:])
-                gram = layerwise.gram(wanted[0], linears[wanted[0]], later)
+                later = [*chain.from_iterable(groups[index:])]
+                (gram,) = layerwise.grams({wanted[0]: linears[wanted[0]]}, later).values()
                 yield from ((name, gram) for name in wanted)
+
+
+def grams_of_whole(
+    model: Any, linears: Mapping[str, AnyLinear], calibration: Calibration, doing: str
+) -> Iterator[tuple[str, Gram]]:
+    """Yield what `with_grams` does, for a model that does not change meanwhile: each layer runs once. Collective."""
+    layerwise = Layerwise(model, calibration, doing)
+    for layer in layerwise:
+        inside = {*layer.modules()}
+        grams = layerwise.grams({name: linear for name, linear in linears.items() if linear in inside})
+        yield from ((name, gram) for name, gram in grams.items() if gram.tokens)
+
+
+@torch.no_grad()
+def resumed(model: Any, run: Callable[[], object]) -> Iterator[nn.Module]:
+    """Yield each layer of a model. Until the next one is taken, those before it return what they gave, uncomputed.
+
+    `run` calls the model on some batches; all calls meanwhile are on the same ones, in their order. A layer that was
+    changed must be as before when the next one is taken.
+    """
+    layers, outputs = [*encoder_layers(model).values()], list[Any]()
+    for index, layer in enumerate(layers):
+        with contextlib.ExitStack() as replaced:
+            for other in layers[:index]:
+                given = cycle(outputs)
+                replaced.enter_context(_forward_replaced(other, lambda *_, given=given, **__: next(given)))
+            yield layer
+            outputs = []
+            handle = layer.register_forward_hook(lambda *call: outputs.append(call[-1]))  # noqa: B023
+            for other in layers[index + 1 :]:
+                replaced.enter_context(_forward_replaced(other, lambda *_, **__: outputs[-1]))  # noqa: B023
+            run()
+            handle.remove()
 
 
 def hidden_of(output: Any) -> Tensor:

@@ -25,6 +25,8 @@ from ds_trainer.models.layers import rows_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.stopping import stop_if_asked
 
+_BLOCK = 128
+"""Products of inputs are symmetric: blocks of so many rows are computed from the diagonal on."""
 _PENDING = 96
 """Removals between two updates of the whole matrices; one large product is faster than many small ones."""
 _ITERATIONS = 30
@@ -49,16 +51,22 @@ class CutRecord:
 
 @dataclass(frozen=True)
 class Replacement:
-    """A weight (out, in) and a bias for a linear layer, in fp32 on the CPU, and the error as in `CutRecord`."""
+    """A weight (out, kept) for the input columns that a linear layer keeps, and a bias, in fp32 on the CPU.
+
+    The error is that of `CutRecord`.
+    """
 
     weight: Tensor
+    columns: Tensor | slice
     bias: Tensor | None
     error: float
 
     @torch.no_grad()
     def write(self, linear: Any) -> None:
         """Give a linear layer this weight and bias."""
-        rows_of(linear.weight, type(linear)).copy_(self.weight)
+        rows = rows_of(linear.weight, type(linear))
+        rows.zero_()
+        rows[:, self.columns] = self.weight.to(rows)
         if self.bias is not None:
             linear.bias.copy_(self.bias)
 
@@ -83,14 +91,17 @@ class Gram:
         self.tokens += len(inputs)
         self.sums += sums
         # sum of x x^T = sum of (x - mean) (x - mean)^T + (sum of x) mean^T
-        self.products += deviations.T @ deviations
+        for start in range(0, len(sums), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            self.products[block, start:] += deviations[:, block].T @ deviations[:, start:]
         self.products.addr_(sums, mean)
 
     def add_ranks(self) -> None:
-        """Add up the sums of all ranks, in place; collective."""
+        """Add up the sums of all ranks, in place, and complete the products; collective."""
         self.tokens = sum(count for (count,) in distributed.numbers_of_all([self.tokens]))
         self.sums = distributed.total(self.sums)
-        self.products = distributed.total(self.products)
+        upper = distributed.total(self.products).triu_()
+        self.products = upper + upper.triu(1).T
 
 
 class Fitting:
@@ -120,11 +131,13 @@ class Fitting:
         moments = self.damped.diagonal() - self._damping
         return moments if self.bias is None else moments + self.mean.square()
 
-    def replacement(self, weight: Tensor) -> Replacement:
-        """Return a new weight (out, in) for the layer, and the bias that makes up for the means of what it lacks."""
-        bias = None if self.bias is None else (self.bias + (self.weight - weight) @ self.mean).float().cpu()
-        largest = max(self._error(torch.zeros_like(weight)), torch.finfo(weight.dtype).tiny)
-        return Replacement(weight.float().cpu(), bias, self._error(weight) / largest)
+    def replacement(self, weight: Tensor, columns: Tensor | slice = slice(None)) -> Replacement:
+        """Return a new weight (out, kept) for these columns, and the bias that makes up for the means of the rest."""
+        whole = torch.zeros_like(self.weight)
+        largest = max(self._error(whole), torch.finfo(weight.dtype).tiny)
+        whole[:, columns] = weight
+        bias = None if self.bias is None else (self.bias + (self.weight - whole) @ self.mean).float().cpu()
+        return Replacement(weight.float().cpu(), columns, bias, self._error(whole) / largest)
 
     def _error(self, weight: Tensor) -> float:
         """Return the mean squared error of all outputs together, for inputs without the damping."""
@@ -138,7 +151,10 @@ def removal(weight: Tensor, covariance: Tensor, width: int) -> tuple[list[int], 
     Returns the order, and the mean squared error (of all outputs together) that each removal adds. Computed in fp64 on
     the device of the tensors, in O(in^3 + in^2 out) operations.
     """
-    weight, inverse = weight.double(), torch.linalg.inv(covariance.double())
+    weight, covariance = weight.double(), covariance.double()
+    inverse, failed = torch.linalg.cholesky_ex(covariance)
+    # with little damping, rounding may have left a matrix that is not positive definite
+    inverse = torch.linalg.inv(covariance) if failed else torch.cholesky_inverse(inverse)
     numbers = torch.arange(weight.shape[1] // width, device=weight.device)  # of the groups that the matrices still hold
     order: list[int] = []
     errors: list[float] = []

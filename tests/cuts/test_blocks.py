@@ -23,7 +23,7 @@ from ds_trainer.cuts import allocation, surgeon
 from ds_trainer.cuts.allocation import Curve, Prices, allocate, cheapest_sizes
 from ds_trainer.cuts.blocks import cut_blocks, cut_places, uniform_counts
 from ds_trainer.cuts.cut import cut_model, outline
-from ds_trainer.cuts.layerwise import with_grams
+from ds_trainer.cuts.layerwise import grams_of_whole, resumed, with_grams
 from ds_trainer.cuts.sizes import cut_sizes
 from ds_trainer.models.costs import encoder_flops
 from ds_trainer.models.layers import blocks_of, encoder_linears, layers_of, rows_of, sizes_of
@@ -324,20 +324,28 @@ def test_the_model_is_as_before_after_its_sizes_were_chosen(method):
     before, spec = copy.deepcopy(model.state_dict()), CutSpec(keep=0.5, method=method)
     places = cut_places(model, spec)
     prices = Prices(dict.fromkeys(places, 1.0), 40.0, 84.0)
-    counts = allocate(model, places, prices, GIVEN, spec)
+    ordered, counts = allocate(model, places, prices, GIVEN, spec)
     assert sum(prices.each[name] * count for name, count in counts.items()) <= 40
+    assert all(sorted(place.order) == list(range(place.count)) for place in ordered.values())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def check_sums(model: Any, given: Any) -> None:
-    """Compare the sums of each block with those of plain hooks, where each layer is changed once it was seen."""
-    places = cut_places(model, HALF)
-    outers = {name: place.outer for name, place in places.items()}
-    for name, gram in with_grams(model, outers, given, "testing"):
+    """Compare the sums of each block with those of plain hooks, while nothing changes, and with changes in between."""
+    outers = {name: place.outer for name, place in cut_places(model, HALF).items()}
+
+    def check(name: str, gram: Any) -> None:
         inputs = inputs_seen(model, [name], given)[name]
         assert gram.tokens == len(inputs) == 15 * len(given.inputs)
         torch.testing.assert_close(gram.sums, inputs.sum(0), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(gram.products, inputs.T @ inputs, rtol=1e-4, atol=1e-4)
+
+    whole = dict(grams_of_whole(model, outers, given, "testing"))
+    assert whole.keys() == outers.keys()
+    for name, gram in whole.items():
+        check(name, gram)
+    for name, gram in with_grams(model, outers, given, "testing"):
+        check(name, gram)
         with torch.no_grad():
             outers[name].weight.mul_(0.5)
     assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
@@ -363,6 +371,47 @@ def test_sums_are_those_of_the_whole_model(family: str) -> None:
 def test_what_the_model_does_between_its_layers_is_done(family: str, fields: dict[str, Any]) -> None:
     """A convolution after the first layer, masks that differ from layer to layer, and without fused attention."""
     check_sums(bare_of(family, **fields), calibration(3))
+
+
+@pytest.mark.parametrize("family", chosen([*KIN], (*FAMILIES, *OTHERS).__contains__))
+@torch.no_grad()
+def test_layers_before_a_changed_one_return_what_they_gave(family: str) -> None:
+    """The answers are those of the whole model, though nothing computes before the changed layer; at the end all do."""
+    model = bare_of(family)
+    whole, layers, computed = copy.deepcopy(model), [*layers_of(model).values()], set[Any]()
+    changed = [cut_places(each, HALF) for each in (model, whole)]
+    for place in changed[0].values():
+        place.outer.register_forward_pre_hook(lambda *_, place=place: computed.add(place.layer))
+    for index, layer in enumerate(resumed(model, lambda: GIVEN.answers(model))):
+        here = [name for name, place in changed[0].items() if place.layer is layer]
+        outers = [places[name].outer for places in changed for name in here]
+        for outer in outers:
+            outer.weight.mul_(0.5)
+        computed.clear()
+        torch.testing.assert_close(GIVEN.answers(model), GIVEN.answers(whole), **TOLERANCE)
+        assert computed == {*layers[index:]}
+        for outer in outers:
+            outer.weight.mul_(2)
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def test_a_given_order_stays() -> None:
+    """The heads and neurons that go are its first ones, and the others are refitted."""
+    model = model_of("bert")
+    places = {
+        name: replace(place, order=torch.randperm(place.count).tolist())
+        for name, place in cut_places(model, HALF).items()
+    }
+    counts = uniform_counts(places, 0.5)
+    dense = copy.deepcopy(model)
+    cut_blocks(model, places, counts, GIVEN, HALF)
+    for name, place in places.items():
+        columns, before = (
+            outer.weight.detach().T.reshape(place.count, -1) for outer in (place.outer, dense.get_submodule(name))
+        )
+        gone, kept = place.order[: -counts[name]], place.order[-counts[name] :]
+        assert not columns[gone].any()
+        assert (columns[kept] != before[kept]).any(1).all()
 
 
 def test_one_layer_at_a_time_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,6 +250,16 @@ def test_the_order_and_the_costs_are_those_of_trying_every_group(features, width
     assert greedy[1] == pytest.approx(brute[1], rel=1e-8, abs=1e-10)
 
 
+def test_moments_that_rounding_left_indefinite_have_an_order():
+    """Every group goes once, where a variance is below 0 by the rounding of fp32."""
+    _, moments, weight = layer(12)
+    vectors = torch.linalg.eigh(moments).eigenvectors
+    values = torch.cat((torch.tensor([-1e-7], dtype=torch.float64), torch.arange(1.0, 12)))
+    order, errors = removal(weight, vectors * values @ vectors.T, 2)
+    assert sorted(order) == list(range(6))
+    assert np.isfinite(errors).all()
+
+
 @pytest.fixture
 def sparse():
     """A weight (16, 24), and the covariance of its inputs: of unlike variances, some nearly dependent on others."""
@@ -303,14 +313,18 @@ def fitting(*batches: Tensor, bias: bool, damping: float = 0.0) -> Fitting:
     gram = Gram(batches[0].shape[1], torch.device("cpu"))
     for batch in batches:
         gram.add(batch)
+    gram.add_ranks()
     return Fitting(torch.nn.Linear(batches[0].shape[1], 2, bias), gram, damping)
 
 
-def test_moments_are_those_of_all_tokens() -> None:
+@pytest.mark.parametrize("block", [128, 4, 1])
+def test_moments_are_those_of_all_tokens(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Second moments, or the covariance where a bias is fitted too, over batches of different sizes, one of them empty.
 
-    Damping comes on top, as a share of the mean diagonal; the mean squares are those without it.
+    Damping comes on top, as a share of the mean diagonal; the mean squares are those without it. Blocks of the products
+    that divide them, or not, make no difference.
     """
+    monkeypatch.setattr(surgeon, "_BLOCK", block)
     batches = [torch.randn(rows, 6) + torch.arange(6) for rows in (5, 1, 0, 30)]
     inputs = torch.cat(batches).double()
     moments, covariance = inputs.T @ inputs / 36, inputs.T.cov(correction=0)
