@@ -6,6 +6,7 @@ layer gets from those before it, which are reconstructed already. Whole submodul
 2510.14444), and no label is needed. Examples that are held out decide: a layer that does not gain by it stays as it is.
 """
 
+import contextlib
 import copy
 import time
 from collections.abc import Iterable, Sequence
@@ -136,17 +137,19 @@ def _train(
     device, weights = walk.calibration.device, [weight for weight in layer.parameters() if weight.requires_grad]
     present = [(weight != 0 if weight.dim() > 1 else None) for weight in weights]
     optimizer, steps = torch.optim.Adam(weights), batches.steps(spec.steps)
-    outputs = walk.outputs(place for step in steps for place in batches.here(step))
-    for number, step in enumerate(in_step(steps, len(steps))):
-        optimizer.zero_grad()
-        for place in batches.here(step):
-            tokens = batches.attended[place]
-            lost = hidden_of(next(outputs))[tokens.to(device)] - targets[place][tokens].to(device)
-            (lost.square().sum() / max(1, sum(batches.tokens[each] for each in step))).backward()
-        for weight, kept in zip(weights, present, strict=True):
-            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            gradient = distributed.total(gradient) if batches.ranks > 1 else gradient
-            weight.grad = gradient if kept is None else gradient * kept
-        optimizer.param_groups[0]["lr"] = spec.learning_rate * (1 - number / len(steps))
-        optimizer.step()
+    places = (place for step in steps for place in batches.here(step))
+    with contextlib.closing(walk.outputs(places)) as outputs:
+        for number, step in enumerate(in_step(steps, len(steps))):
+            optimizer.zero_grad()
+            tokens = max(1, sum(batches.tokens[each] for each in step))
+            for place in batches.here(step):
+                attended = batches.attended[place]
+                lost = hidden_of(next(outputs))[attended.to(device)] - targets[place][attended].to(device)
+                (lost.square().sum() / tokens).backward()
+            for weight, kept in zip(weights, present, strict=True):
+                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                gradient = distributed.total(gradient) if batches.ranks > 1 else gradient
+                weight.grad = gradient if kept is None else gradient * kept
+            optimizer.param_groups[0]["lr"] = spec.learning_rate * (1 - number / len(steps))
+            optimizer.step()
     optimizer.zero_grad()

@@ -26,7 +26,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.stopping import stop_if_asked
 
 _BLOCK = 128
-"""Products of inputs are symmetric: blocks of so many rows are computed from the diagonal on."""
+"""Products of inputs are symmetric: blocks of this many rows are computed from the diagonal on."""
 _PENDING = 96
 """Removals between two updates of the whole matrices; one large product is faster than many small ones."""
 _ITERATIONS = 30
