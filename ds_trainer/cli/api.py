@@ -89,7 +89,7 @@ def cut(
     overwrite: bool = False,
     **task: Any,
 ) -> dict[str, Any]:
-    """Cut a trained model without training, as `launch/export.py --cut` does: `cut("M", "OUT", 0.5, recipe="R")`.
+    """Cut a trained model, as `launch/export.py --cut` does: `cut("M", "OUT", 0.5, recipe="R")`.
 
     `spec` is the share of heads and neurons to keep, or the fields of a phase's cut. It is fitted to training examples
     of the task that `recipe` and `task` describe. Writes an ordinary model folder; returns the export's report.

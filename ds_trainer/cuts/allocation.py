@@ -90,8 +90,8 @@ def allocate(
 ) -> tuple[dict[str, CutBlock], dict[str, int]]:
     """Return the blocks of `cut_places` with their orders, and how many decisions each one keeps; collective.
 
-    The orders are those of the dense model: found again on what a cut model's blocks get, they would do no better. The
-    model stays as it is. UserError as `check_budget` raises it.
+    The orders are those of the dense model: ordering again on the inputs of a partly cut model did no better. The model
+    stays as it is. UserError as `check_budget` raises it.
     """
     check_budget(places, prices, spec)
 

@@ -76,7 +76,7 @@ def uniform_counts(places: Mapping[str, CutBlock], keep: float) -> dict[str, int
 class OuterCut:
     """The outer linear layer of a block, the order in which its inputs go, and its weights with fewer of them.
 
-    The order of a block that has one stays, and the errors are not computed.
+    A block that has an order keeps it, and there are no errors of each removal.
     """
 
     def __init__(self, place: CutBlock, gram: Gram, spec: CutSpec) -> None:

@@ -3,7 +3,6 @@
 The outline is a model of about the shape that the cut gives, made without calibration examples.
 """
 
-import copy
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ import torch
 from ds_trainer.cuts.allocation import allocate, check_budget, prices_of
 from ds_trainer.cuts.blocks import cut_blocks, cut_places, uniform_counts
 from ds_trainer.cuts.calibration import Calibration, calibration_of, check_sound, check_tokens
-from ds_trainer.cuts.reconstruction import LayerRecord, Remaining, reconstruct, reconstruction_set
+from ds_trainer.cuts.reconstruction import Kept, LayerRecord, reconstruct, reconstruction_set
 from ds_trainer.cuts.sizes import cut_sizes, outline_of_sizes
 from ds_trainer.cuts.surgeon import CutRecord
 from ds_trainer.cuts.vocabulary import cut_vocabulary_for
@@ -74,19 +73,20 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
     torch.manual_seed(seed)  # for a head that is not trained: every rank must cut the same model
     model: Any = task.build_model(source)
     before, examples, records, sizes = model.num_parameters(), 0, list[CutRecord](), dict[str, Any]()
-    layers = list[LayerRecord]()
+    reconstructed = list[LayerRecord]()
     if spec.cuts_layers:
         examples = min(spec.calibration_examples, len(task.examples("train")))
         calibration = calibration_of(task, examples, seed)
-        remaining = Remaining(range(len(encoder_layers(model))))
-        dense: Any = copy.deepcopy(model) if spec.reconstruct else None
+        kept = Kept(range(len(encoder_layers(model))))
         if spec.sizes:
-            model, records, sizes, remaining = cut_sizes(model, calibration, spec)
+            model, records, sizes, kept = cut_sizes(model, calibration, spec)
         else:
             model, records = cut_model(model, calibration, spec)
         if spec.reconstruct:
-            given = reconstruction_set(task, spec.reconstruct, seed)
-            layers = reconstruct(model, dense.eval().cpu(), remaining, given, spec.reconstruct)
+            # the dense model is loaded again, not copied before the cut, which would hold two models all the time
+            dense, texts = task.build_model(source).eval(), reconstruction_set(task, spec.reconstruct, seed + 1)
+            reconstructed = reconstruct(model, dense, kept, texts, spec.reconstruct)
+            del dense, texts
     model, tokenizer = _finished(model, task, source, spec)
     report = {
         "spec": spec.model_dump(exclude_defaults=True),
@@ -95,7 +95,7 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
         "tokens": {"before": len(task.tokenizer), "after": len(tokenizer)},
         "seconds": round(time.perf_counter() - started, 1),
         "parts": [asdict(record) for record in records],
-        "reconstruction": [asdict(record) for record in layers],
+        "reconstruction": [asdict(record) for record in reconstructed],
         **sizes,
     }
     return CutResult(model, tokenizer, report)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ds_trainer.cuts.calibration import Calibration, finite
 from ds_trainer.cuts.surgeon import Gram
-from ds_trainer.models.layers import AnyLinear, encoder_layers, in_features, out_features
+from ds_trainer.models.layers import AnyLinear, encoder_layers, hidden_of, in_features, out_features
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
@@ -60,14 +60,14 @@ class Layerwise:
             layer.cpu()
 
     @torch.no_grad()
-    def hidden_states(self) -> Iterator[list[Tensor]]:
-        """Yield what each layer gives, by batch, on the CPU; the layers may not be changed. Collective."""
-        for index, layer in enumerate(self._layers):
-            self._at = index
-            layer.to(self.calibration.device)
+    def hidden_states(self, after: Sequence[int]) -> Iterator[list[Tensor]]:
+        """Yield what the layers of these numbers, rising, give, by batch, on the CPU; the model stays. Collective."""
+        for self._at in range(after[-1] + 1):
+            self._layers[self._at].to(self.calibration.device)
             self.grams({})
-            layer.cpu()
-            yield list(map(hidden_of, self._outputs))
+            self._layers[self._at].cpu()
+            if self._at in after:
+                yield list(map(hidden_of, self._outputs))
 
     def outputs(self, batches: Iterable[int]) -> Generator[Any, None, None]:
         """Yield what the present layer gives for these batches, on the device, with gradients of its weights alone.
@@ -78,10 +78,10 @@ class Layerwise:
         device, with_gradient = self.calibration.device, torch.is_grad_enabled()
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _moved((args, kwargs), device)
+            on_device = _moved((args, kwargs), device)
             with torch.set_grad_enabled(with_gradient):
-                computed[:] = [type(layer).forward(layer, *args, **kwargs)]
-            return _moved(computed[0], _CPU)
+                computed[:] = [type(layer).forward(layer, *on_device[0], **on_device[1])]
+            return skip(*args, **kwargs)  # what the model makes of it is not used
 
         def skip(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
@@ -104,10 +104,6 @@ class Layerwise:
                     raise self._no_row()
                 yield computed[0]
 
-    def all_outputs(self) -> Iterator[Any]:
-        """Yield what the present layer gives for every batch, on the device; collective."""
-        return in_step(self.outputs(range(len(self._inputs))), len(self._inputs))
-
     @torch.no_grad()
     def grams(self, linears: Mapping[str, AnyLinear], unused: Sequence[AnyLinear] = ()) -> dict[str, Gram]:
         """Run the present layer, and return the sums of the inputs of these linear layers in it; collective.
@@ -119,7 +115,8 @@ class Layerwise:
         with _inputs_recorded(linears) as inputs, contextlib.ExitStack() as replaced:
             for other in unused:
                 replaced.enter_context(_forward_replaced(other, partial(_zeros, out_features(other))))
-            for batch, output in enumerate(self.all_outputs()):
+            count = len(self._inputs)
+            for batch, output in enumerate(in_step(self.outputs(range(count)), count)):
                 tokens = self.calibration.attended[batch].to(self.calibration.device)
                 for name, gram in grams.items():
                     for call in inputs.pop(name, ()):
@@ -195,7 +192,7 @@ def grams_of_whole(
 
 @torch.no_grad()
 def resumed(model: Any, run: Callable[[], object]) -> Iterator[nn.Module]:
-    """Yield each layer of a model. Until the next one is taken, those before it return what they gave, uncomputed.
+    """Yield each layer of a model. Until the next one is taken, no layer before it computes when the model is run.
 
     `run` calls the model on some batches; all calls meanwhile are on the same ones, in their order. A layer that was
     changed must be as before when the next one is taken.
@@ -208,17 +205,18 @@ def resumed(model: Any, run: Callable[[], object]) -> Iterator[nn.Module]:
                 replaced.enter_context(_forward_replaced(other, lambda *_, given=given, **__: next(given)))
             yield layer
             outputs = []
-            handle = layer.register_forward_hook(lambda *call: outputs.append(call[-1]))  # noqa: B023
+            replaced.enter_context(layer.register_forward_hook(lambda *call: outputs.append(call[-1])))  # noqa: B023
             for other in layers[index + 1 :]:
                 replaced.enter_context(_forward_replaced(other, lambda *_, **__: outputs[-1]))  # noqa: B023
             run()
-            handle.remove()
 
 
-def hidden_of(output: Any) -> Tensor:
-    """Return the hidden states of what a layer returns."""
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
-    return hidden
+def attended_of(output: Any, tokens: Tensor) -> Tensor:
+    """Return the hidden states (tokens, width) of what a layer returns, where `tokens` (rows, length) are attended.
+
+    Some models, such as Longformer, pad the rows on the right to a multiple of a length.
+    """
+    return hidden_of(output)[:, : tokens.shape[1]][tokens]
 
 
 def by_example(values: Tensor, tokens: torch.Size) -> Tensor:
@@ -243,7 +241,7 @@ def observe(
 
     def hook(name: str) -> Any:
         def show(_: nn.Module, given: tuple[Tensor, ...], out: Any) -> None:
-            see(name, given[0][attended[-1]], (out[0] if isinstance(out, tuple) else out)[attended[-1]])
+            see(name, given[0][attended[-1]], hidden_of(out)[attended[-1]])
 
         return show
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ds_trainer.cuts.blocks import cut_blocks, cut_places
 from ds_trainer.cuts.calibration import Calibration, check_sound, check_tokens, finite
 from ds_trainer.cuts.layerwise import observe
-from ds_trainer.cuts.reconstruction import Remaining
+from ds_trainer.cuts.reconstruction import Kept
 from ds_trainer.cuts.surgeon import CutRecord
 from ds_trainer.cuts.vocabulary import kept_alone
 from ds_trainer.models.folders import as_user_error
@@ -51,12 +51,10 @@ class Sizes:
     neurons: int
 
 
-def cut_sizes(
-    model: Any, calibration: Calibration, spec: CutSpec
-) -> tuple[Any, list[CutRecord], dict[str, Any], Remaining]:
-    """Return the cut model, on the CPU, what was done to its blocks, and its sizes as JSON values; collective.
+def cut_sizes(model: Any, calibration: Calibration, spec: CutSpec) -> tuple[Any, list[CutRecord], dict[str, Any], Kept]:
+    """Return the cut model, on the CPU, what was done to its blocks, its sizes as JSON values, and what is kept.
 
-    UserError as `planned_sizes` raises it, and where weights are not finite.
+    Collective. UserError as `planned_sizes` raises it, and where weights are not finite.
     """
     check_sound(model, calibration)
     model.eval().cpu()
@@ -76,7 +74,7 @@ def cut_sizes(
     if sizes.width < now.width:
         model, channels = _narrowed(model, sizes, calibration)
     report = {"sizes": {"before": asdict(now), "after": asdict(sizes), "layers": layers}}
-    return model, records, report, Remaining(layers, channels)
+    return model, records, report, Kept(layers, channels)
 
 
 def outline_of_sizes(model: Any, spec: CutSpec) -> Any:

@@ -152,9 +152,9 @@ def removal(weight: Tensor, covariance: Tensor, width: int) -> tuple[list[int], 
     the device of the tensors, in O(in^3 + in^2 out) operations.
     """
     weight, covariance = weight.double(), covariance.double()
-    inverse, failed = torch.linalg.cholesky_ex(covariance)
+    factor, failed = torch.linalg.cholesky_ex(covariance)
     # with little damping, rounding may have left a matrix that is not positive definite
-    inverse = torch.linalg.inv(covariance) if failed else torch.cholesky_inverse(inverse)
+    inverse = torch.linalg.inv(covariance) if failed else torch.cholesky_inverse(factor)
     numbers = torch.arange(weight.shape[1] // width, device=weight.device)  # of the groups that the matrices still hold
     order: list[int] = []
     errors: list[float] = []

@@ -99,6 +99,12 @@ def shapes_like(model: Any, config: Any) -> dict[str, torch.Size]:
         return {name: weight.shape for name, weight in build_like(model, config).state_dict().items()}
 
 
+def hidden_of(output: Any) -> Tensor:
+    """Return the hidden states (batch, length, width) of what a layer returns."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
 def swap(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     """Put each module in the place of the one with its name."""
     for name, module in modules.items():
@@ -310,4 +316,4 @@ def _before_next(call: Callable[[Any, Any], Any], _: Any, args: Any, kwargs: Any
 
 
 def _after_last(call: Callable[[Any, Any], Any], _: Any, args: Any, output: Any) -> None:
-    call((output[0] if isinstance(output, tuple) else output,), {})
+    call((hidden_of(output),), {})

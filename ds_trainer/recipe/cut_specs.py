@@ -48,13 +48,15 @@ class VocabularySpec(Strict):
 class ReconstructSpec(Strict):
     """The training of each layer of a cut model to the dense model's hidden states (arXiv 2510.14444)."""
 
-    tokens: Positive = Field(32_768, description="training tokens, about, in whose hidden states layers are compared")
-    steps: Positive = Field(300, description="steps of Adam in each layer, of about 256 tokens")
-    learning_rate: float = Field(2e-3, gt=0, description="its rate, which falls linearly to 0")
+    tokens: Positive = Field(
+        32_768, description="about how many training tokens the layers are trained and compared on"
+    )
+    steps: Positive = Field(300, description="steps of Adam in each layer, of two texts, or more of about 256 tokens")
+    learning_rate: float = Field(2e-3, gt=0, description="Adam's rate, which falls linearly to 0")
 
 
 class CutSpec(Strict):
-    """A cut from a calibration set, without training, by optimal brain surgeon (arXiv 2302.04089) or its rivals."""
+    """A cut from a calibration set, without labels, by optimal brain surgeon (arXiv 2302.04089) or its rivals."""
 
     removed: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "contiguous": (False, "leave it out, and the layers go that cost least, wherever they are"),
@@ -85,7 +87,8 @@ class CutSpec(Strict):
     block_shape: list[Positive] = Field([32, 32], min_length=2, max_length=2, description="outputs, inputs of a block")
     min_heads: Whole = Field(0, description="heads, or groups that share a key and value, to keep in every layer")
     reconstruct: Literal[False] | ReconstructSpec = Field(
-        default_factory=ReconstructSpec, description="train each layer to give the dense model's states, unless false"
+        default_factory=ReconstructSpec,
+        description="train each layer to give the dense model's states; false: do not, as without update_weights",
     )
     vocabulary: VocabularySpec | None = Field(None, description="also keep only some tokens, or this alone")
 
@@ -127,13 +130,14 @@ class CutSpec(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_granularity(cls, data: Any) -> Any:
-        granularity = data.get("granularity") if isinstance(data, dict) else None
-        if granularity == "model":
+    def _defaults(cls, data: Any) -> Any:
+        given = data if isinstance(data, dict) else {}
+        if given.get("granularity") == "model":
             raise UserError(
                 'granularity "model" was removed in 0.3: write sizes, such as "layers": 0.75, "neurons": 0.6'
             )
-        return {"keep": 0.5} | data if granularity == "2:4" else data
+        keep = {"keep": 0.5} if given.get("granularity") == "2:4" else {}
+        return {"reconstruct": False} | keep | given if given.get("update_weights") is False else keep | data
 
     def mistakes(self) -> Iterator[str]:
         """Say what makes no sense together: amounts, and what they are of."""

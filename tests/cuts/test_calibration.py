@@ -16,8 +16,9 @@ from transformers import AutoModel, BertConfig, GPT2Config
 
 from ds_trainer.cuts.calibration import calibration_of
 from ds_trainer.cuts.cut import cut_model
+from ds_trainer.cuts.reconstruction import reconstruction_set
 from ds_trainer.models.folders import train_tokenizer
-from ds_trainer.recipe.cut_specs import CutSpec
+from ds_trainer.recipe.cut_specs import CutSpec, ReconstructSpec
 from ds_trainer.recipe.task_specs import LmSpec
 from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.lm_task import LmTask
@@ -106,6 +107,17 @@ def test_examples_are_drawn_by_the_seed_and_dealt_out_to_the_ranks(tmp_path: Pat
         parts.append([rows([batch]) for batch in zip(given.inputs, given.attended, strict=True)])
     assert [len(part) for part in parts] == [2, 1]
     assert [*parts[0][0], *parts[1][0], *parts[0][1]] == draws[0]
+
+
+def test_layers_are_reconstructed_on_about_the_tokens_of_the_spec_in_small_batches(tmp_path: Path) -> None:
+    """Half of the tokens are about half of the examples, and a step of two batches has about 256 tokens."""
+    task, _ = task_of("classes", tmp_path)
+    lengths = task.examples("train").lengths
+    given = reconstruction_set(task, ReconstructSpec(tokens=int(lengths.sum() / 2)), seed=1)
+    assert sum(map(len, given.attended)) == len(lengths) / 2
+    assert {len(attended) for attended in given.attended} == {1}
+    long = reconstruction_set(task, ReconstructSpec(), seed=1)
+    assert len(long.attended) == len(lengths)
 
 
 def test_some_examples_of_every_length_are_probed(tmp_path: Path, monkeypatch) -> None:

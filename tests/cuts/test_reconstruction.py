@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.calibrated import calibration
 from support.launching import chosen
-from support.weight_cuts import dealt_calibration, spec_of
+from support.weight_cuts import SMALL, dealt_calibration, spec_of
 from support.weight_cuts import model_of as classifier_of
-from support.zeroed import KIN, bare_of
+from support.zeroed import KIN, bare_of, randomised
 from torch import Tensor
 
 from ds_trainer.cuts.cut import cut_model
-from ds_trainer.cuts.reconstruction import Remaining, reconstruct
+from ds_trainer.cuts.reconstruction import Kept, reconstruct
 from ds_trainer.cuts.sizes import cut_sizes
 from ds_trainer.cuts.weights import cut_weights
 from ds_trainer.models.layers import encoder_layers, encoder_linears
@@ -58,7 +59,7 @@ def test_every_family_comes_nearer_to_its_dense_model(family: str) -> None:
     small, _ = cut_model(copy.deepcopy(dense), GIVEN, CutSpec(keep=0.5, uniform=True))
     before = {name: weight.clone() for name, weight in small.state_dict().items()}
     (first,) = errors_of(small, dense, [0])
-    records = reconstruct(small, dense, Remaining(range(3)), GIVEN, BRIEF)
+    records = reconstruct(small, dense, Kept(range(3)), GIVEN, BRIEF)
     assert [record.name for record in records] == list(encoder_layers(small))
     assert all(record.after <= record.before for record in records)
     assert records[0].before == pytest.approx(first, rel=1e-3)
@@ -71,20 +72,40 @@ def test_every_family_comes_nearer_to_its_dense_model(family: str) -> None:
     assert all(weight.grad is None for weight in small.parameters())
 
 
-def test_the_states_before_the_next_layer_that_is_kept_are_the_target_in_the_channels_that_are_kept() -> None:
-    """Of three layers, the first and the last; then half of the width. Errors are those of the whole model's states."""
+@pytest.mark.parametrize("fields", [{"layers": 2}, {"width": 16}], ids=str)
+def test_the_targets_are_the_states_before_the_next_kept_layer_in_the_kept_channels(fields: dict[str, Any]) -> None:
+    """The second of three layers does least and is dropped, or half of the width is; errors are the whole model's."""
     dense = bare_of("llama")
-    for fields in ({"layers": 2}, {"width": 16}):
-        small, _, report, remaining = cut_sizes(copy.deepcopy(dense), GIVEN, CutSpec(**fields))
-        goals = [*(layer - 1 for layer in report["sizes"]["layers"][1:]), 2]
-        assert len(goals) == fields.get("layers", 3)
-        channels = slice(None) if remaining.channels is None else remaining.channels
-        records = reconstruct(small, dense, remaining, GIVEN, BRIEF)
-        after = [record.after for record in records]
-        assert after == pytest.approx(errors_of(small, dense, goals, channels), rel=1e-3)
-        gains = [record.after < record.before for record in records]
-        assert gains[-1]
-        assert gains[0] or goals[0] == 0  # the layer that the cut has left as it was
+    for linear in encoder_linears(dense, ["layers.1.*"]).values():
+        linear.weight.data.mul_(0.5)
+    small, _, report, kept = cut_sizes(copy.deepcopy(dense), GIVEN, CutSpec(**fields))
+    layers = report["sizes"]["layers"]
+    assert layers == ([0, 2] if "layers" in fields else [0, 1, 2])
+    channels = slice(None) if kept.channels is None else kept.channels
+    records = reconstruct(small, dense, kept, GIVEN, BRIEF)
+    assert all(record.after < record.before for record in records)
+    goals = [layer - 1 for layer in (*layers[1:], 3)]
+    assert [record.after for record in records] == pytest.approx(errors_of(small, dense, goals, channels), rel=1e-3)
+
+
+def test_what_is_held_out_and_padding_teach_nothing() -> None:
+    """Other tokens in the last of six batches, and in the places that are not attended: the weights are the same."""
+    dense, results = classifier_of("bert"), []
+    for change in (False, True):
+        given, small = dealt_calibration(), copy.deepcopy(dense)
+        cut_weights(small, given, spec_of())
+        if change:
+            *_, last = given.inputs
+            last["input_ids"] = last["input_ids"].flip(1).where(given.attended[-1], 7)
+            for inputs, attended in zip(given.inputs, given.attended, strict=True):
+                inputs["input_ids"] = inputs["input_ids"].where(attended, 5)
+        records = reconstruct(small, dense, Kept(range(2)), given, BRIEF)
+        assert all(record.after < record.before for record in records)
+        results.append((records[0].before, small.state_dict()))
+    (before, weights), (other, others) = results
+    assert before != other
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +117,7 @@ def test_zeros_stay_zeros(fields: dict[str, Any]) -> None:
     given, small = dealt_calibration(), copy.deepcopy(dense)
     cut_weights(small, given, spec_of(**fields))
     before = {name: linear.weight.detach().clone() for name, linear in encoder_linears(small).items()}
-    reconstruct(small, dense, Remaining(range(2)), given, BRIEF)
+    reconstruct(small, dense, Kept(range(2)), given, BRIEF)
     for name, linear in encoder_linears(small).items():
         assert torch.equal(linear.weight == 0, before[name] == 0)
         assert not torch.equal(linear.weight, before[name])
@@ -108,14 +129,24 @@ def test_a_layer_that_does_not_gain_keeps_its_weights() -> None:
     given, small = dealt_calibration(), copy.deepcopy(dense)
     cut_weights(small, given, spec_of())
     ruined = copy.deepcopy(small)
-    records = reconstruct(ruined, dense, Remaining(range(2)), given, ReconstructSpec(steps=3, learning_rate=100))
+    records = reconstruct(ruined, dense, Kept(range(2)), given, ReconstructSpec(steps=3, learning_rate=100))
     assert all(record.after == record.before > 0 for record in records)
     assert all(torch.equal(*pair) for pair in zip(ruined.parameters(), small.parameters(), strict=True))
     frozen = next(iter(encoder_linears(small).values())).weight.requires_grad_(False)
     before = frozen.clone()
-    first, *_ = reconstruct(small, dense, Remaining(range(2)), given, BRIEF)
+    first, *_ = reconstruct(small, dense, Kept(range(2)), given, BRIEF)
     assert first.after < first.before
     assert torch.equal(frozen, before)
+
+
+def test_states_are_compared_where_there_are_tokens_in_rows_that_a_model_pads() -> None:
+    """Longformer pads rows of 9 tokens to 12."""
+    config = transformers.LongformerConfig(**SMALL, attention_window=4, pad_token_id=0, max_position_embeddings=64)
+    dense = randomised(transformers.LongformerForSequenceClassification(config))
+    small = copy.deepcopy(dense)
+    cut_weights(small, dealt_calibration(), spec_of())
+    records = reconstruct(small, dense, Kept(range(2)), dealt_calibration(), BRIEF)
+    assert all(record.after < record.before for record in records)
 
 
 @pytest.mark.parametrize("fault", ["one batch", "constant"])
@@ -127,6 +158,6 @@ def test_nothing_to_learn_changes_nothing(fault: str) -> None:
         norm = dense.bert.encoder.layer[1].output.LayerNorm
         norm.weight.data.zero_()
     small = copy.deepcopy(dense)
-    records = reconstruct(small, dense, Remaining(range(2)), given, BRIEF)
+    records = reconstruct(small, dense, Kept(range(2)), given, BRIEF)
     assert [record.after for record in records] == ([] if fault == "one batch" else [0, 0])
     assert all(torch.equal(*pair) for pair in zip(small.parameters(), dense.parameters(), strict=True))

@@ -194,7 +194,7 @@ def test_zeros_stay_zeros(method):
 
 
 def test_two_ranks_write_the_same_zeros_and_weights(tmp_path):
-    """Two ranks, each with half of the examples, write the zeros of one rank, and its weights to fp32's last bits.
+    """Two ranks, with four batches and three, write the zeros of one rank, and its weights to fp32's last bits.
 
     Those of "obs" are reconstructed by 20 steps as well, in which two ranks' gradients have one sum.
     """
@@ -203,7 +203,7 @@ def test_two_ranks_write_the_same_zeros_and_weights(tmp_path):
     for method, weights in torch.load(tmp_path / "weights.pt").items():
         for name, weight in cut_by_ranks(method).items():
             assert torch.equal(weights[name] == 0, weight == 0)
-            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-5)
 
 
 OUTPUTS = 5

@@ -11,7 +11,7 @@ import transformers
 from support.zeroed import randomised
 
 from ds_trainer.cuts.calibration import Calibration
-from ds_trainer.cuts.reconstruction import Remaining, reconstruct
+from ds_trainer.cuts.reconstruction import Kept, reconstruct
 from ds_trainer.cuts.weights import cut_weights
 from ds_trainer.ranks import distributed
 from ds_trainer.recipe.cut_specs import CutSpec, ReconstructSpec
@@ -39,11 +39,12 @@ def model_of(family):
     return randomised(transformers.AutoModelForSequenceClassification.from_config(config))
 
 
-def dealt_calibration(rank=0, world=1):
-    """A rank's part of six batches of four examples, a third of whose positions are padding."""
+def dealt_calibration(rank=0, world=1, batches=6):
+    """A rank's part of batches of four examples, a third of whose positions are padding."""
     generator = torch.Generator().manual_seed(1)
     attended = torch.arange(9).expand(4, 9) < torch.tensor([[9], [6], [5], [4]])
-    ids = [torch.where(attended, torch.randint(3, 40, (4, 9), generator=generator), 0) for _ in range(6)][rank::world]
+    drawn = (torch.randint(3, 40, (4, 9), generator=generator) for _ in range(batches))
+    ids = [torch.where(attended, tokens, 0) for tokens in drawn][rank::world]
 
     def logits(model, index):
         return model(input_ids=ids[index], attention_mask=attended.long()).logits
@@ -68,11 +69,11 @@ def spec_of(**fields):
 
 def cut_by_ranks(method):
     model = model_of("bert")
-    calibration = dealt_calibration(distributed.rank(), distributed.world_size())
+    calibration = dealt_calibration(distributed.rank(), distributed.world_size(), batches=7)
     dense = copy.deepcopy(model)
     cut_weights(model, calibration, spec_of(method=method, uniform=False))
     if method == "obs":
-        records = reconstruct(model, dense, Remaining(range(2)), calibration, ReconstructSpec(steps=20))
+        records = reconstruct(model, dense, Kept(range(2)), calibration, ReconstructSpec(steps=20))
         assert all(record.after < record.before for record in records)
     return model.state_dict()
 
