@@ -49,8 +49,10 @@ if [ -d $shared ]; then
     bench speculation
     bench front_page --output "$out/cut_quality"
     bench cut_quality --output "$out/cut_quality"
+    bench against_pruners --output "$out/against_pruners"
 else
-    echo "all.sh: left out recipes, decoder_cuts, speculation, front_page and cut_quality: there is no $shared"
+    echo "all.sh: left out recipes, decoder_cuts, speculation, front_page, cut_quality and against_pruners: there is" \
+        "no $shared"
 fi
 if [ -d $shared ] && [ ${#quick[@]} = 0 ]; then
     bench exit_speed "$out/recipes/sst2_exits_0/model"

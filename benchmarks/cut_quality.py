@@ -146,12 +146,21 @@ def comparison_of(name: str, data_dir: str = "") -> Comparison:
 
 def trained(comparison: Comparison, folder: Path, seed: int) -> dict[str, Any]:
     """Run the recipe of the cuts from the pretrained model, or go on with it, and return its results by phase."""
+    return run(recipe_of(comparison, seed), cuts_folder(folder, seed))
+
+
+def recipe_of(comparison: Comparison, seed: int) -> dict[str, Any]:
+    """Return the recipe of the cuts, which starts from the pretrained model."""
     content = read_json(RECIPES / f"{comparison.recipe}.json", "the recipe")
     content |= {"model": start(), "seed": seed}
     content["task"] |= comparison.task
     if is_quick():
         shorten(content)
-    output = cuts_folder(folder, seed)
+    return content
+
+
+def run(content: dict[str, Any], output: Path) -> dict[str, Any]:
+    """Train a recipe in bf16, or go on with it, and return its results by phase."""
     return finished(output) or train(content, output, "--set", "bf16.enabled=true", resume=True)
 
 

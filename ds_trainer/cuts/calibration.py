@@ -53,7 +53,7 @@ def calibration_of(task: Task, count: int, seed: int, batch: int = _BATCH) -> Ca
     examples = task.examples("train")
     batches, probes = (
         [task.collate(examples, ids) for ids in parts[distributed.rank() :: distributed.world_size()]]
-        for parts in _drawn(task, count, seed, batch)
+        for parts in drawn(task, count, seed, batch)
     )
 
     @torch.no_grad()
@@ -123,7 +123,7 @@ def _count_tokens(calibration: Calibration) -> int:
     return sum(count for (count,) in distributed.numbers_of_all([here]))
 
 
-def _drawn(task: Task, count: int, seed: int, batch: int) -> tuple[list[ExampleIds], list[ExampleIds]]:
+def drawn(task: Task, count: int, seed: int, batch: int) -> tuple[list[ExampleIds], list[ExampleIds]]:
     """Draw batches of training examples, sorted by length, and choose examples that a divergence is measured on."""
     lengths = task.examples("train").lengths
     chosen = np.random.default_rng(seed).permutation(len(lengths))[:count]

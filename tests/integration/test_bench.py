@@ -15,9 +15,10 @@ from support.launching import ROOT, SHARED, Done, environment, run_script
 from tools.markers import write_rows
 from tools.write_speed_table import table
 
-_COUNTS = """against_hf_trainer 2, cut_quality 5, cut_speed 3, decoder_cuts 6, exit_speed 14, faults 0, front_page 4,
-    gpu 37, length_grouping 4, lm_head 2, loop_overhead 1, mask_cost 4, memory_model 2, openmp_spinning 2, packing 3,
-    recipes 0, speculation 8, structured_speed 11, student_speed 1, teacher_cache 1, top_k_cache 8, tune 1"""
+_COUNTS = """against_hf_trainer 2, against_pruners 2, cut_quality 5, cut_speed 3, decoder_cuts 6, exit_speed 14,
+    faults 0, front_page 4, gpu 37, length_grouping 4, lm_head 2, loop_overhead 1, mask_cost 4, memory_model 2,
+    openmp_spinning 2, packing 3, recipes 0, speculation 8, structured_speed 11, student_speed 1,
+    teacher_cache 1, top_k_cache 8, tune 1"""
 FIGURES = {name: int(count) for name, count in map(str.split, _COUNTS.split(","))}
 """How many figures each prints; `faults.py` and `recipes.py` print tables."""
 if not SHARED.is_dir():
@@ -37,7 +38,8 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     arguments["decoder_cuts"] = [str(folder / "decoder_cuts")]
     cuts = ["--output", str(folder / "cut_quality"), "--data_dir", str(folder)]
     arguments |= {"cut_quality": cuts, "front_page": cuts}
-    arguments["recipes"] = ["--output", str(folder / "recipes"), "--data_dir", str(folder)]
+    for name in ("against_pruners", "recipes"):
+        arguments[name] = ["--output", str(folder / name), "--data_dir", str(folder)]
     return {
         name: run_script(f"benchmarks/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES
     }
