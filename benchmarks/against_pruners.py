@@ -46,6 +46,7 @@ from ds_trainer.recipe.jobs import OF_THE_TASK
 from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.tasks.evaluation import Evaluation, score_folder
 from ds_trainer.tasks.registry import build_task
+from ds_trainer.tasks.squad.squad_windows import SpanPositions
 from ds_trainer.tasks.task import Batch, Task
 from tools.markers import write_rows
 
@@ -113,9 +114,9 @@ class Seed:
         names = {f"{size}, {label}": (size, label) for size in SHARES for label in METHODS}
         cuts = {name: self.cut(*each) for name, each in names.items()}
         ran = [name for name, result in cuts.items() if "error" not in result]
-        trained = {name: self.trained(*names[name]) for name in ran}
         timed = {"dense": self.dense} | {name: self.folder_of(*names[name]) / "cut" for name in ran}
         times = kept(self.folder / f"times_of_{len(timed)}.json", lambda: self.times(timed))
+        trained = {name: self.trained(*names[name]) for name in ran}
         results = {"dense": self.scores(self.dense)} | cuts
         return {name: each | trained.get(name, {}) | times.get(name, {}) for name, each in results.items()}
 
@@ -142,7 +143,7 @@ class Seed:
         """The file of the calibration batches, with labels as the models of transformers take them."""
         examples, file = self.task.examples("train"), self.folder / "batches.pt"
         batches = [self.task.collate(examples, ids) for ids in drawn(self.task, EXAMPLES, self.seed)[0]]
-        torch.save([batch.inputs | labels_of(self.task, batch) for batch in batches], file)
+        torch.save([batch.inputs | labels_of(batch) for batch in batches], file)
         return file
 
     def folder_of(self, size: str, label: str) -> Path:
@@ -210,14 +211,16 @@ def kept(file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def labels_of(task: Task, batch: Batch) -> dict[str, Tensor]:
-    if task.logits_of == "position":
-        return dict(zip(("start_positions", "end_positions"), batch.labels.unbind(1), strict=True))
-    if task.logits_of == "example":
+def labels_of(batch: Batch) -> dict[str, Tensor]:
+    """Return the labels of a batch of texts, of questions with the positions of their answers, or of tagged words."""
+    if "head_positions" in batch.others:
+        labels = torch.full_like(batch.inputs["input_ids"], -100)
+        labels.view(-1)[batch.others["head_positions"]] = batch.labels[:, 0]
+        return {"labels": labels}
+    if batch.labels.ndim == 1:
         return {"labels": batch.labels}
-    labels = torch.full_like(batch.inputs["input_ids"], -100)
-    labels.view(-1)[batch.others["head_positions"]] = batch.labels[:, 0]
-    return {"labels": labels}
+    positions = SpanPositions(*batch.labels.unbind(1))
+    return {"start_positions": positions.start, "end_positions": positions.end}
 
 
 def call_worker(method: Method, request: Path, output: Path) -> None:

@@ -79,6 +79,28 @@ def test_a_bar_is_a_limit_on_its_side(script):
     assert [(figure.value, figure.holds) for figure in judged] == [(1.0, True), (10.0, False), (90.0, False)]
 
 
+def test_the_peer_that_is_written_from_a_paper_loses_least_within_its_budget(script, monkeypatch):
+    """No other number of heads has more information for as many weights; exchanges keep the number, and lose less."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "pruners")
+    kwon, generator = script("by_kwon"), torch.Generator().manual_seed(0)
+    norm, outer = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+    blocks = [kwon.Block(outer, norm, masks, weights) for masks, weights in ((4, 64), (8, 16))] * 2
+    gradients = [torch.randn(32, block.masks, generator=generator) for block in blocks]
+    fisher = [each.square().sum(0) for each in gradients]
+    masks = kwon.search(blocks, fisher, 0.5)
+    assert sum(block.weights * int(mask.sum()) for block, mask in zip(blocks, masks, strict=True)) <= 384
+    heads, neurons = (torch.cat(fisher[kind::2]).sort(descending=True).values for kind in (0, 1))
+    most = max(float(heads[:n].sum() + neurons[: (384 - 64 * n) // 16].sum()) for n in range(7))
+    assert sum(float(each @ mask) for each, mask in zip(fisher, masks, strict=True)) == pytest.approx(most)
+    lost = []
+    for mask, each in zip(masks, gradients, strict=True):
+        exchanged = kwon.rearranged(mask, each)
+        assert exchanged.sum() == mask.sum()
+        lost.append([float((each @ (1 - one)).square().sum()) for one in (exchanged, mask)])
+    assert all(after <= before for after, before in lost)
+    assert any(after < before for after, before in lost)
+
+
 def test_the_table_has_the_newest_figures_and_their_commands():
     """Of a figure that was measured again the last line counts; bars show their direction, and what does not hold."""
     figure = {"name": "a", "value": 1.5, "bar": 2.0, "at_least": True, "holds": False, "command": "python a.py"}
