@@ -41,7 +41,6 @@ from ds_trainer.models.folders import save_folder
 from ds_trainer.models.layers import FIELD, build_like, count_weights, encoder_layers
 from ds_trainer.models.pretrained import dtype_of
 from ds_trainer.models.shrink import head_width, simplest_config
-from ds_trainer.recipe.cut_specs import CutSpec
 from ds_trainer.recipe.jobs import OF_THE_TASK
 from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.tasks.evaluation import Evaluation, score_folder
@@ -66,21 +65,22 @@ class Method:
     packages: tuple[tuple[str, ...], ...] = ()
 
 
-OURS = "this library"
-PLAIN = {"reconstruct": False} if "reconstruct" in CutSpec.model_fields else {}
+OURS, MAGNITUDE = "this library", {"method": "magnitude", "uniform": True, "update_weights": False}
 TEXTPRUNER = (("transformers==4.46.3",), ("--no-deps", "textpruner==1.1.post2"))
 RIVALS = {
     "Kwon et al.": Method("by_kwon"),
     "TextPruner 1.1.post2": Method("by_textpruner", packages=TEXTPRUNER),
     "Torch-Pruning 1.6.1": Method("by_torch_pruning", packages=(("--no-deps", "torch-pruning==1.6.1"),)),
-    "magnitude": Method("by_library", {"method": "magnitude", "uniform": True, "update_weights": False} | PLAIN),
+    "magnitude": Method("by_library", MAGNITUDE | {"reconstruct": False}),
 }
-METHODS = {OURS: Method("by_library"), **RIVALS}
-if PLAIN:
-    METHODS[f"{OURS} without reconstruction"] = Method("by_library", PLAIN)
+METHODS = {
+    OURS: Method("by_library", {"reconstruct": "same examples"}),
+    f"{OURS} without reconstruction": Method("by_library", {"reconstruct": False}),
+    f"{OURS} as it comes": Method("by_library"),
+    **RIVALS,
+}
 if is_quick():  # without the network
     METHODS = {name: METHODS[name] for name in (OURS, "Kwon et al.")}
-
 COLUMNS = ["weights", "score", "agrees", "score, trained on", "agrees, trained on", "ms 1", "ms 32"]
 COLUMNS += ["CPU s", "peak MiB"]
 Results = dict[str, dict[str, Any]]
@@ -142,7 +142,7 @@ class Seed:
     def batches(self) -> Path:
         """The file of the calibration batches, with labels as the models of transformers take them."""
         examples, file = self.task.examples("train"), self.folder / "batches.pt"
-        batches = [self.task.collate(examples, ids) for ids in drawn(self.task, EXAMPLES, self.seed)[0]]
+        batches = [self.task.collate(examples, ids) for ids in drawn(self.task, EXAMPLES, self.seed, batch=32)[0]]
         torch.save([batch.inputs | labels_of(batch) for batch in batches], file)
         return file
 
