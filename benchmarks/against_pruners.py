@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from cut_quality import Comparison, comparison_of, recipe_of, run
 from figures import ROOT, Figure, is_quick, milliseconds, report, run_flags, with_spread
+from markers import write_rows
 from torch import Tensor
 
 from ds_trainer.cuts.calibration import drawn
@@ -47,7 +48,6 @@ from ds_trainer.tasks.evaluation import Evaluation, score_folder
 from ds_trainer.tasks.registry import build_task
 from ds_trainer.tasks.squad.squad_windows import SpanPositions
 from ds_trainer.tasks.task import Batch, Task
-from tools.markers import write_rows
 
 WORKERS = ROOT / "benchmarks" / "pruners"
 SHARES = {"quarter": 0.25} if is_quick() else {"half": 0.5, "quarter": 0.25}
