@@ -6,7 +6,9 @@ computes them, each on the inputs that it gets from those that are cut already.
 
 How much each matrix keeps is decided by the diagonal of the empirical Fisher matrix: if a weight w of a trained model
 is removed, the loss grows by about w^2 F / 2, where F is the mean over examples of the squared derivative of an
-example's loss (Kwon et al., arXiv 2204.09656). These costs are comparable over all layers.
+example's loss (Kwon et al., arXiv 2204.09656). These costs are comparable over all layers. They also join the two ways
+to judge a weight, the error of the layer and the gradient of the loss, as in MOONSHOT (arXiv 2604.13287): the error of
+each output of a matrix counts by the sum of its weights' F, which says how much the loss depends on that output.
 """
 
 import contextlib
@@ -153,7 +155,9 @@ def _replacement(linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fis
     fitting = Fitting(linear, gram, spec.damping)
     dense, pattern = fitting.weight, _pattern(spec, fitting.weight.shape[1])
     if spec.method == "obs":
-        mask, values = admm_mask(dense, fitting.damped, share, pattern)
+        by_output = torch.ones_like(dense[:, :1]) if fisher is None else _importance_of_outputs(fisher).to(dense)
+        mask, values = admm_mask(dense * by_output, fitting.damped, share, pattern)
+        values = values / by_output
     else:
         importance = fitting.squares if spec.method == "wanda" else fisher
         mask, values = pattern.mask(_scores(dense, importance), share), dense
@@ -161,6 +165,12 @@ def _replacement(linear: AnyLinear, gram: Gram, share: float, spec: CutSpec, fis
     if not spec.update_weights:
         return fitting.replacement(dense * mask)
     return fitting.replacement(masked_least_squares(dense, fitting.damped, mask, values))
+
+
+def _importance_of_outputs(fisher: Tensor) -> Tensor:
+    """Return the root of how much the loss depends on each output of a matrix, (out, 1); no output is left out."""
+    sums = fisher.sum(1, keepdim=True)
+    return sums.clamp(min=max(1e-3 * float(sums.mean()), torch.finfo(sums.dtype).tiny)).sqrt()
 
 
 def _scores(weight: Tensor, importance: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from ds_trainer.cuts.surgeon import (
     output_error,
     removal,
 )
-from ds_trainer.cuts.weights import cut_weights, fisher_diagonals, shares_of_largest
+from ds_trainer.cuts.weights import _replacement, cut_weights, fisher_diagonals, shares_of_largest
 from ds_trainer.models.layers import encoder_linears, rows_of
 from ds_trainer.ranks.failures import UserError
 
@@ -191,6 +191,24 @@ def test_zeros_stay_zeros(method):
         assert all(torch.equal(now, then) for now, then in zip(after, before, strict=True)) is same
         kept, count = (sum(getattr(record, name) for record in records) for name in ("kept", "count"))
         assert same or kept == pytest.approx(0.2 * count, rel=0.06)  # Wanda keeps 20% in every row that has as many
+
+
+def test_outputs_on_which_the_loss_depends_keep_more_weights():
+    """Of two outputs with weights of the same sizes, that with derivatives of the loss; the fit of each is as good."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 2)
+    linear.weight.data[1] = linear.weight.data[0].flip(0)
+    gram, fisher = Gram(16, torch.device("cpu")), torch.tensor([[1.0], [0.01]]).expand(2, 16)
+    gram.add(torch.randn(400, 16))
+    gram.add_ranks()
+    plain, joint, blind = (
+        _replacement(linear, gram, 0.5, spec_of(), each) for each in (None, fisher, torch.zeros(2, 16))
+    )
+    kept = [tuple(int((row != 0).sum()) for row in each.weight) for each in (plain, joint, blind)]
+    assert kept[0] == kept[2] == (8, 8)
+    assert kept[1][0] > 10 > 6 > kept[1][1]
+    assert plain.error < joint.error < 1
+    torch.testing.assert_close(plain.weight, blind.weight)
 
 
 def test_two_ranks_write_the_same_zeros_and_weights(tmp_path):
