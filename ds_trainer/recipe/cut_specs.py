@@ -131,13 +131,14 @@ class CutSpec(Strict):
     @model_validator(mode="before")
     @classmethod
     def _defaults(cls, data: Any) -> Any:
-        given = data if isinstance(data, dict) else {}
-        if given.get("granularity") == "model":
+        if not isinstance(data, dict):
+            return data
+        if data.get("granularity") == "model":
             raise UserError(
                 'granularity "model" was removed in 0.3: write sizes, such as "layers": 0.75, "neurons": 0.6'
             )
-        keep = {"keep": 0.5} if given.get("granularity") == "2:4" else {}
-        return {"reconstruct": False} | keep | given if given.get("update_weights") is False else keep | data
+        keep = {"keep": 0.5} if data.get("granularity") == "2:4" else {}
+        return keep | ({"reconstruct": False} if data.get("update_weights") is False else {}) | data
 
     def mistakes(self) -> Iterator[str]:
         """Say what makes no sense together: amounts, and what they are of."""
