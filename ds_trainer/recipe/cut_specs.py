@@ -29,6 +29,10 @@ def _one_share(keep: Any) -> Any:
     return keep
 
 
+def _on_or_off(reconstruct: Any) -> Any:
+    return ({} if reconstruct else None) if isinstance(reconstruct, bool) else reconstruct
+
+
 _TOKENS = only(_are_tokens, 'give "seen", a number of tokens without quotes, or the name of a file that lists them')
 
 
@@ -86,7 +90,7 @@ class CutSpec(Strict):
     damping: float = Field(0.01, gt=0, le=10, description="share of the mean variance that is added to each input's")
     block_shape: list[Positive] = Field([32, 32], min_length=2, max_length=2, description="outputs, inputs of a block")
     min_heads: Whole = Field(0, description="heads, or groups that share a key and value, to keep in every layer")
-    reconstruct: Literal[False] | ReconstructSpec = Field(
+    reconstruct: Annotated[ReconstructSpec | None, BeforeValidator(_on_or_off)] = Field(
         default_factory=ReconstructSpec,
         description="train each layer to give the dense model's states; false: do not, as without update_weights",
     )

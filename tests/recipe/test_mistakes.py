@@ -103,6 +103,7 @@ MISTAKES = [
     (cut(keep=0.5, method="wanda"), "method wanda scores single weights"),
     (cut(keep=0.5, granularity="weight", min_heads=1), "no heads are cut"),
     (cut(granularity="2:4", keep=0.3), "2:4 keeps half"),
+    (cut(keep=0.5, reconstruct={"stps": 9}), 'cut.reconstruct.stps: unknown key; did you mean "steps"?'),
     (cut(layers=0.5, width=0.5, keep=0.5), "layers and width: a cut to sizes of the whole"),
     (cut(layers=0.5, layer_criterion="cosine"), "layer_criterion was removed in 0.3: leave it out"),
     (cut(granularity="model", layers=0.5), 'granularity "model" was removed in 0.3: write sizes'),
