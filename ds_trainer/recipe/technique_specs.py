@@ -16,6 +16,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.exit_specs import ExitsSpec
 from ds_trainer.recipe.fields import Positive, Rate, Strict, Units, Whole, only
 from ds_trainer.recipe.schedules import Shape
+from ds_trainer.recipe.task_specs import Length
 
 Granularity = Literal["weight", "block", "row", "column", "head", "neuron"]
 # the kinds of blocks of a layer; as keys of `granularity` they are not name patterns
@@ -177,6 +178,9 @@ class DistillSpec(Strict):
     )
     restrict_ce_to_mask: bool = Field(False, description="MLM: distil the logits at the masked positions only")
     layer_pairs: list[LayerPair] = Field([[-1, -1]], min_length=1, description=_PAIRS)
+    teacher_max_seq_length: Length | None = Field(
+        None, description="tokens at which a teacher cuts texts that it reads by its own tokenizer; null: the task's"
+    )
     teacher_dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="in which the teacher computes")
     teacher_zero_stage: Literal[0, 3] = Field(0, description="3 partitions a large teacher over the ranks")
     cache_teacher: Annotated[bool | TopKSpec, _CACHE] = Field(

@@ -1,7 +1,7 @@
 """Evaluation: run a split once over all ranks, then score it once."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def evaluation_batches(task: Task, split: str, batch_size: int) -> Iterator[Batc
     """Yield this rank's batches of a split, on its device; every rank has the same number."""
     examples = task.examples(split)
     for ids in evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), batch_size):
-        yield task.collate(examples, ids).to(distributed.device())
+        yield replace(task.collate(examples, ids), split=split).to(distributed.device())
 
 
 def _scores_and_warnings(task: Task, split: str, answers: Mapping[str, Answers]) -> tuple[dict[str, float], list[str]]:

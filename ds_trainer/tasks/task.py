@@ -60,14 +60,15 @@ PAD_LOGIT = -1e4
 class Batch:
     """A batch of examples: `inputs` go to the model, `labels` (in the task's own shape) to the loss.
 
-    `ids` (rows,) are the indices of the examples in their split. `others` are inputs that this model does not take, but
-    a teacher of another architecture may.
+    `ids` (rows,) are the indices of the examples in their `split`. `others` are inputs that this model does not take,
+    but a teacher of another architecture may.
     """
 
     inputs: dict[str, Tensor]
     labels: Tensor
     ids: Tensor
     others: dict[str, Tensor] = field(default_factory=dict)
+    split: str = "train"
 
     @property
     def tokens(self) -> int:
@@ -85,7 +86,7 @@ class Batch:
             {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
             for tensors in (self.inputs, self.others)
         )
-        return Batch(inputs, self.labels.to(device, non_blocking=True), self.ids, others)
+        return replace(self, inputs=inputs, labels=self.labels.to(device, non_blocking=True), others=others)
 
 
 Predict = Callable[[Batch], Any]
@@ -259,6 +260,20 @@ class Task(ABC):
         values = np.stack([answers[id] for id in range(len(answers))])
         check_logits(split, np.isfinite(values).all(axis=-1).tolist())
         return values
+
+    @property
+    def across_tokenizers(self) -> bool:
+        """Whether `output_of` takes models with another tokenizer; by default where a row of `logits` is an example."""
+        return self.logits_of == "example"
+
+    def output_of(self, reader: Task, predict: Predict, batch: Batch) -> Any:
+        """Return the output of a model with another tokenizer, laid out as that of this task's model for `batch`.
+
+        `reader` is this task with the other tokenizer, and `predict` runs the model on a batch of it.
+        """
+        theirs = reader.examples(batch.split)
+        assert len(theirs) == len(self.examples(batch.split)), "one row is one example, whatever the tokenizer"
+        return predict(reader.collate(theirs, batch.ids.numpy()).to(batch.mask.device))
 
     def decisions(self, answer: Any) -> Sequence[Any]:
         """Return what a model decides by an answer; two models are compared by their decisions."""

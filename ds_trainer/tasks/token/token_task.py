@@ -28,7 +28,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import TokenSpec
 from ds_trainer.tasks.data import ExampleIds, Examples, source_split
 from ds_trainer.tasks.records import Records, Row
-from ds_trainer.tasks.task import Batch, Task, Unit, check_logits
+from ds_trainer.tasks.task import PAD_LOGIT, Batch, Predict, Task, Unit, check_logits
 from ds_trainer.tasks.token import token_data
 from ds_trainer.tasks.token.token_data import Sentence
 
@@ -57,6 +57,7 @@ class TokenTask(Task):
     hashed_fields = ("name", "tokens_column", "tags_column", "label_all_tokens", "max_seq_length")
     hashed_if_set = ("word_column", "tag_column")
     data: ClassVar[Any] = token_data
+    across_tokenizers = True
 
     def __init__(self, spec: TokenSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         super().__init__(spec, tokenizer, source, cache_dir)
@@ -109,6 +110,35 @@ class TokenTask(Task):
     def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
         """Return (labelled tokens, classes)."""
         return (out.logits.flatten(0, 1)[batch.others["head_positions"]],)
+
+    def output_of(self, reader: Task, predict: Predict, batch: Batch) -> Any:
+        """Give every labelled token the logits that the other model has at the first token of the same word.
+
+        A word that `reader` has in no window gets 0 for O, which is its answer, and `PAD_LOGIT` for all other tags.
+        """
+        ours, theirs = self.examples(batch.split), reader.examples(batch.split)
+        rows = [(ours.fields["sentence"][id], ours.row(id)) for id in batch.ids.tolist()]
+        # the words of the labelled tokens: a token is of the word that began last, whose number is the largest so far
+        words = [(owner, word) for owner, row in rows for word in np.maximum.accumulate(row["word"])[row["tag"] > 0]]
+        places = {
+            (owner, word): (window, column)
+            for owner in {owner for owner, _ in words}
+            for window in range(*np.searchsorted(theirs.fields["sentence"], [owner, owner + 1]))
+            for column, word in enumerate(theirs.row(window)["word"])
+            if word
+        }
+        windows = sorted({places[word][0] for word in words if word in places}) or [0]  # every rank runs the model
+        asked = reader.collate(theirs, windows).to(batch.mask.device)
+        out, width = predict(asked), asked.mask.shape[1]
+        nothing = torch.tensor([[0.0 if tag == OUTSIDE else PAD_LOGIT for tag in self.label_names]])
+        logits = torch.cat([out.logits.float().flatten(0, 1), nothing.to(out.logits.device, non_blocking=True)])
+        first = {window: row * width for row, window in enumerate(windows)} | {None: len(logits) - 1}
+        found = (places.get(word, (None, 0)) for word in words)
+        at = torch.tensor([first[window] + column for window, column in found], dtype=torch.int64)
+        laid_out = logits.new_zeros(batch.mask.numel(), logits.shape[1])
+        laid_out[batch.others["head_positions"]] = logits[at.to(logits.device, non_blocking=True)]
+        out.logits = laid_out.unflatten(0, batch.mask.shape)
+        return out
 
     def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
         """Return the predicted classes of the words that begin in each window; -1 where a logit is not finite."""

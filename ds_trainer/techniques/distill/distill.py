@@ -1,8 +1,9 @@
 """Knowledge distillation: train a student to answer as a frozen teacher does.
 
-The teacher is any trained model of the same task with the student's tokens (`teacher.py`). It runs on every batch
-beside the student, or its answers to the training set are computed once and read from disk. A
-recipe gives weights to any of these terms. Each is a mean over examples or tokens, as its unit says:
+The teacher is any trained model of the same task (`teacher.py`). It has the student's tokens or, where answers belong
+to a text or a word, any others, in which it reads the same texts. It runs on every batch beside the student, or its
+answers to the training set are computed once and read from disk. A recipe gives weights to any of these terms. Each is
+a mean over examples or tokens, as its unit says:
 
 | term | compares | source |
 |---|---|---|
@@ -29,8 +30,16 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.recipe import GroupRule
 from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks import losses
-from ds_trainer.tasks.task import Batch, Forward, Predict, Task, Unit
-from ds_trainer.techniques.distill.teacher import Outputs, Teacher, cached_teacher, remembering, teacher_ids
+from ds_trainer.tasks.task import PAD_LOGIT, Batch, Forward, Predict, Task, Unit
+from ds_trainer.techniques.distill.teacher import (
+    Outputs,
+    Teacher,
+    cached_teacher,
+    has_own_tokens,
+    own_reader,
+    remembering,
+    teacher_ids,
+)
 from ds_trainer.techniques.technique import PhaseLength, Technique
 
 _PROJECTION = "distill_projection"
@@ -51,6 +60,7 @@ class Distill(Technique):
         self.projection: nn.Linear | None = None
         self._returned_states = False  # whether the student's config asked for its states before
         self._teacher_ids: Tensor | None = None  # of the student's tokens, where the heads differ
+        self._own_tokens = False  # whether the teacher reads the texts by its own tokenizer
         self._teacher: Teacher | None = None
         self._targets: Callable[[Batch], Outputs] | None = None  # the teacher, or the cache of its answers
         if spec.cache_teacher and task.inputs_vary:
@@ -66,7 +76,9 @@ class Distill(Technique):
         Where the two differ in width, a projection of the student's states to the teacher's is added and trained
         (TinyBERT).
         """
-        self._teacher_ids = teacher_ids(self.task, load_tokenizer(self.spec.teacher), self.spec.teacher)
+        tokenizer = load_tokenizer(self.spec.teacher)
+        self._own_tokens = has_own_tokens(self.task, self.spec, tokenizer)
+        self._teacher_ids = None if self._own_tokens else teacher_ids(self.task, tokenizer)
         student = model.config.get_text_config()
         teacher = load_config(self.spec.teacher, self.task.head).get_text_config()
         if self.task.over_vocabulary and self._teacher_ids is None and student.vocab_size != teacher.vocab_size:
@@ -88,6 +100,11 @@ class Distill(Technique):
         model.config.output_hidden_states |= bool(self.spec.compared_layers)
         return model
 
+    def check(self, optimizer: str, travel: float) -> None:
+        """Raise UserError where a text cannot be read by the teacher's own tokenizer."""
+        if self._own_tokens:
+            own_reader(self.task, self.spec)
+
     def parameter_rules(self, model: nn.Module) -> Sequence[GroupRule]:
         rules = [GroupRule(params=f"{_PROJECTION}.*")] if self.projection is not None else []
         names = [name for name, _ in model.named_parameters()]
@@ -100,11 +117,11 @@ class Distill(Technique):
 
     def start(self, device: torch.device) -> None:
         self.task.check_trained(self.spec.teacher)
-        self._teacher = Teacher(self.task, self.spec, device, self._teacher_ids)
+        self._teacher = self._make_teacher(device)
         self._targets = cached_teacher(self._teacher) if self.spec.cache_teacher else self._teacher
 
     def rehearse(self, device: torch.device) -> None:
-        self._teacher = Teacher(self.task, self.spec, device, self._teacher_ids)
+        self._teacher = self._make_teacher(device)
         # a rehearsal takes its batches again: what it computes once stands for what training reads from the cache
         self._targets = remembering(self._teacher) if self.spec.cache_teacher else self._teacher
 
@@ -126,6 +143,10 @@ class Distill(Technique):
         tokens = len(self._teacher_ids) if self.task.over_vocabulary and self._teacher_ids is not None else None
         logits = [each[:, :tokens] for each in self.task.logits(forward.out, forward.batch)]
         pairs = list(zip(logits, teacher.logits, strict=True))
+        if self._own_tokens and self.task.label_names:
+            # a word that the teacher cuts away has no logits: the student's are compared with themselves, without loss
+            missing = [(theirs == PAD_LOGIT).any(-1, keepdim=True) for _, theirs in pairs]
+            pairs = [(s, torch.where(none, s.detach(), t)) for (s, t), none in zip(pairs, missing, strict=True)]
         project, mask = self.projection or nn.Identity(), forward.batch.mask
         states = [(project(forward.out.hidden_states[s]), teacher.hidden[t]) for s, t in self.spec.compared_layers]
         terms: dict[str, list[Tensor]] = {}
@@ -142,6 +163,10 @@ class Distill(Technique):
 
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:
         return {"teacher": self._teacher.predict(forward.batch)} if self._teacher is not None else {}
+
+    def _make_teacher(self, device: torch.device) -> Teacher:
+        reader = own_reader(self.task, self.spec) if self._own_tokens else None
+        return Teacher(self.task, self.spec, device, self._teacher_ids, reader)
 
     def fold(self, model: Any) -> nn.Module:
         model.config.output_hidden_states = self._returned_states

@@ -1,6 +1,7 @@
 """The teacher: a frozen model, whole on each rank or partitioned by ZeRO-3, and the cache of its answers.
 
-It has no optimizer and no gradient. Since it is not a part of the student's module, no checkpoint holds it.
+It has no optimizer and no gradient. Since it is not a part of the student's module, no checkpoint holds it. It reads
+the student's tokens by its own ids or, with another tokenizer, the same texts in its own tokens (`own_reader`).
 
 The cache has its outputs for the whole training set, computed once and kept on disk in half precision, memory-mapped.
 The folder's name is a hash of the tokenised examples, the teacher's files and the layers compared, so that a later run
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ds_trainer.files.messages import listed
-from ds_trainer.models.pretrained import identity_of
+from ds_trainer.models.pretrained import identity_of, load_tokenizer, positions_of
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.ranks.progress import progress
@@ -58,11 +59,19 @@ class Outputs:
 class Teacher:
     """The teacher's model, loaded at the first call in the precision of `teacher_dtype`. Every rank must call.
 
-    Batches have the student's tokens. `ids` are the teacher's for them, None where they are the same.
+    Batches have the student's tokens. `ids` are the teacher's for them, None where they are the same. With a `reader`,
+    as `own_reader` returns it, the teacher is run on the same texts in its own tokens instead.
     """
 
-    def __init__(self, task: Task, spec: DistillSpec, device: torch.device, ids: Tensor | None = None) -> None:
-        self.task, self.spec, self.device = task, spec, device
+    def __init__(
+        self,
+        task: Task,
+        spec: DistillSpec,
+        device: torch.device,
+        ids: Tensor | None = None,
+        reader: Task | None = None,
+    ) -> None:
+        self.task, self.spec, self.device, self.reader = task, spec, device, reader or task
         self.layers = tuple(dict.fromkeys(layer for _, layer in spec.compared_layers))
         self.ids = None if ids is None else ids.to(device)
         self._model: Any = None
@@ -84,11 +93,9 @@ class Teacher:
         """
         if self._model is None:
             self._load()
-        inputs = self.task.inputs_for(self._model, batch)
-        if self.ids is not None:
-            inputs["input_ids"] = self.ids[inputs["input_ids"]]
-        with torch.autocast(self.device.type, enabled=False):
-            out = (self._engine or self._model)(**inputs)
+        if self.reader is not self.task:
+            return self.task.output_of(self.reader, self._run, batch)
+        out = self._run(batch)
         if self.ids is not None and self.task.over_vocabulary:
             out.logits = out.logits.index_select(-1, self.ids)
         return out
@@ -112,8 +119,15 @@ class Teacher:
             self._engine.destroy()
         self._model = self._engine = None
 
+    def _run(self, batch: Batch) -> Any:
+        inputs = self.reader.inputs_for(self._model, batch)
+        if self.ids is not None:
+            inputs["input_ids"] = self.ids[inputs["input_ids"]]
+        with torch.autocast(self.device.type, enabled=False):
+            return (self._engine or self._model)(**inputs)
+
     def _load(self) -> None:
-        model: Any = self.task.build_model(self.spec.teacher)
+        model: Any = self.reader.build_model(self.spec.teacher)
         model.config.output_hidden_states |= bool(self.layers)
         if self.ids is not None:  # a decoder finds the last token of a text by it
             model.config.pad_token_id = int(self.ids[self.task.pad_token_id])
@@ -144,21 +158,53 @@ def remembering(teacher: Teacher) -> Callable[[Batch], Outputs]:
     return answer
 
 
-def teacher_ids(task: Task, teacher_tokenizer: Any, teacher: str) -> Tensor | None:
+def has_own_tokens(task: Task, spec: DistillSpec, tokenizer: Any) -> bool:
+    """Return whether the teacher reads the texts by its own tokenizer: it lacks tokens, or cuts texts elsewhere.
+
+    UserError for a task or a term that compares token by token.
+    """
+    unknown = sorted(task.tokenizer.get_vocab().keys() - tokenizer.get_vocab().keys())
+    if not unknown and spec.teacher_max_seq_length is None:
+        return False
+    why, way_out = "teacher_max_seq_length is set, with which a teacher cuts texts elsewhere", "drop it"
+    if unknown:
+        why = f"the student has tokens that the teacher {spec.teacher} does not have, such as {listed(unknown, 5)}"
+        way_out = "take a teacher with the student's tokenizer, or with the one that its vocabulary was cut from"
+    if not task.across_tokenizers:
+        raise UserError(f"{why}, and answers of {task.spec.name} are compared token by token: {way_out}")
+    if spec.compared_layers:
+        terms = "the terms cos and hidden compare states token by token: drop these terms"
+        raise UserError(f"{why}, and {terms}, or {way_out}")
+    return True
+
+
+def own_reader(task: Task, spec: DistillSpec) -> Task:
+    """Return the task by which the teacher reads the texts; collective. Its classes have the student's order."""
+    length = spec.teacher_max_seq_length or task.spec.max_seq_length
+    own = task.spec.model_copy(update={"max_seq_length": length})
+    reader = type(task)(own, load_tokenizer(spec.teacher), spec.teacher, task.cache_dir)
+    with torch.device("meta"):
+        positions = positions_of(reader.head.classes(reader.config)[0](reader.config))
+    if positions is not None and length > positions:
+        raise UserError(
+            f"the teacher {spec.teacher} has {positions} positions, and would read texts of up to {length} tokens: set "
+            f"teacher_max_seq_length to {positions} or less"
+        )
+    reader.label_names = task.label_names
+    distributed.info_once(f"the teacher {spec.teacher} reads the texts by its own tokenizer, up to {length} tokens:")
+    for split in ("train", *task.splits):  # a mistake in one would otherwise show after the training
+        reader.examples(split)
+    return reader
+
+
+def teacher_ids(task: Task, tokenizer: Any) -> Tensor | None:
     """Return the teacher's id of each of the student's tokens, (student's vocabulary,) int64; None if they agree.
 
-    A student may have fewer tokens, numbered otherwise, once its vocabulary was cut. UserError names some of those that
-    the teacher lacks.
+    A student may have fewer tokens, numbered otherwise, once its vocabulary was cut. The teacher must have all of them.
     """
-    ours, theirs = task.tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
+    ours, theirs = task.tokenizer.get_vocab(), tokenizer.get_vocab()
     if ours == theirs:
         return None
-    unknown = sorted(ours.keys() - theirs.keys())
-    if unknown:
-        raise UserError(
-            f"the student has tokens that the teacher {teacher} does not have, such as {listed(unknown, 5)}: take a "
-            f"teacher with the student's tokenizer, or with the one that its vocabulary was cut from"
-        )
     ids = torch.zeros(max(ours.values()) + 1, dtype=torch.int64)
     ids[list(ours.values())] = torch.tensor([theirs[token] for token in ours])
     return ids
@@ -174,6 +220,7 @@ def cached_teacher(teacher: Teacher) -> Callable[[Batch], Outputs]:
         *("teacher", task.key("train"), distributed.on_main(lambda: identity_of(spec.teacher))),
         *(teacher.layers, spec.teacher_dtype, task.label_names),
         *([] if teacher.ids is None else [teacher.ids.tolist()]),
+        *([] if teacher.reader is task else ["own tokens", teacher.reader.key("train")]),
         *(["labels"] if task.logits_of == "position" else []),  # earlier versions kept logits of every token
         *([spec.top_k, spec.temperature, "int32"] if spec.top_k else []),  # earlier versions packed the bits of ids
     )
@@ -265,7 +312,8 @@ def _outputs(teacher: Teacher) -> Iterator[list[list[tuple[str, Array, Array]]]]
     there, without padding.
     """
     examples = teacher.task.examples("train")
-    size = max(1, _TOKENS // int(examples.lengths.max()))
+    longest = max(int(task.examples("train").lengths.max()) for task in (teacher.task, teacher.reader))
+    size = max(1, _TOKENS // longest)
     shards = evaluation_shard(examples.lengths, distributed.rank(), distributed.world_size(), size)
     for chosen in progress(shards, "cache_teacher: the teacher answers the training set", "forward"):
         batch = teacher.task.collate(examples, chosen)
