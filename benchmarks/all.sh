@@ -32,8 +32,8 @@ bench() { # SCRIPT ARGUMENT ...: run a script of benchmarks, keep what it prints
     sed -n "/^{\"name\"/s|}\$|, \"command\": \"$command\"}|p" "$out/$name.txt" >> "$out/figures.jsonl"
 }
 
-for script in loop_overhead against_hf_trainer mask_cost lm_head teacher_cache top_k_cache length_grouping packing \
-    openmp_spinning structured_speed cut_speed memory_model; do
+for script in loop_overhead against_hf_trainer mask_cost grad_cache lm_head teacher_cache top_k_cache length_grouping \
+    packing openmp_spinning structured_speed cut_speed memory_model; do
     bench $script
 done
 bench tune
@@ -47,7 +47,7 @@ if [ -d $shared ]; then
     bench recipes --output "$out/recipes"
     bench decoder_cuts "$out/decoder_cuts"
     bench speculation
-    bench front_page --output "$out/cut_quality"
+    bench front_page --output "$out/front_page"
     bench cut_quality --output "$out/cut_quality"
     bench against_pruners --output "$out/against_pruners"
 else

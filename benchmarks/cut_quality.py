@@ -189,7 +189,7 @@ def shorten(content: dict[str, Any]) -> None:
     """Leave one step of each phase, and no report."""
     content["report"] = content["tensorboard"] = False
     for phase in content["phases"]:
-        if phase["num_train_epochs"] > 0:
+        if phase.get("num_train_epochs") != 0:
             phase |= {"max_steps": 1, "train_batch_size": 4, "warmup_steps": 0}
         if "cut" in phase:
             phase["cut"] |= {"calibration_examples": 16, "reconstruct": {"tokens": 256, "steps": 1}}

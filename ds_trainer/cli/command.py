@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
     def add_common_flags(self, set_help: str) -> None:
         """Add the flags of every command that has a task, training included."""
         add = self.add_argument
-        add("--task_name", help="a GLUE task, docstrings, text, ner, token, squad, mlm or clm")
+        add("--task_name", help="a GLUE task, docstrings, text, ner, token, squad, mlm, clm or embedding")
         add("--data_dir", help="folder of the task's files")
         add("--set", action="append", default=[], metavar="PATH=JSON", help=set_help)
         add("--cache_dir", help="where tokenised data are kept ($DS_TRAINER_CACHE, ~/.cache/ds_trainer)")
@@ -212,7 +212,8 @@ def read_task(
     task = mistakes.of(parse_task, task_data)
     if "name" not in task_data:
         mistakes.append(NO_TASK)
-    mistakes += check_data_files(task, splits=(split,)) if task else []
+    splits = () if task is None else task.scored_splits if split == "validation" else (split,)
+    mistakes += check_data_files(task, splits) if task else []
     return task, flags.cache_dir or (recipe.cache_dir if recipe else None)
 
 

@@ -75,6 +75,10 @@ def calibration_of(task: Task, count: int, seed: int, batch: int = _BATCH) -> Ca
 
     def loss(model: nn.Module, index: int) -> Tensor:
         batch = batches[index].to(next(model.parameters()).device)
+        if task.vectors:  # squared slopes along random directions are those of the vectors' squared distance
+            torch.manual_seed(index)
+            (vectors,) = task.logits(model(**batch.inputs), batch)
+            return (torch.randn_like(vectors) * vectors).sum()
         counts = task.counts(examples, batch.ids.cpu().numpy()) if task.loss_unit == "weight" else {}
         return task.loss(model(**batch.inputs), batch) * counts.get("weight", len(batch.ids))
 

@@ -34,11 +34,12 @@ CUT_FILE = "cut.json"
 
 @dataclass(frozen=True)
 class CutResult:
-    """A cut model with its tokenizer, and the report of the cut as JSON values."""
+    """A cut model with its tokenizer, the report of the cut as JSON values, and the task that it was fitted to."""
 
     model: Any
     tokenizer: Any
     report: dict[str, Any]
+    task: Task
 
     @property
     def summary(self) -> str:
@@ -60,7 +61,12 @@ class CutResult:
 
     def save(self, folder: Path) -> None:
         """Write the model folder, with the report beside the model."""
-        save_folder(self.model, self.tokenizer, folder, lambda aside: write_json(aside / CUT_FILE, self.report))
+
+        def finish(aside: Path) -> None:
+            write_json(aside / CUT_FILE, self.report)
+            self.task.save(aside)
+
+        save_folder(self.model, self.tokenizer, folder, finish)
 
 
 def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResult:
@@ -98,7 +104,7 @@ def cut_of(task: Task, source: str | Path, spec: CutSpec, seed: int) -> CutResul
         "reconstruction": [asdict(record) for record in reconstructed],
         **sizes,
     }
-    return CutResult(model, tokenizer, report)
+    return CutResult(model, tokenizer, report, task)
 
 
 def check_trained(task: Task, source: str | Path, spec: CutSpec) -> None:
@@ -119,7 +125,7 @@ def outline_of(task: Task, source: str | Path, spec: CutSpec) -> CutResult:
     model = task.build_model(source)
     if spec.cuts_layers:
         model = outline_of_sizes(model, spec) if spec.sizes else outline(model, spec)
-    return CutResult(*_finished(model, task, source, spec), {})
+    return CutResult(*_finished(model, task, source, spec), {}, task)
 
 
 def cut_model(model: Any, calibration: Calibration, spec: CutSpec) -> tuple[Any, list[CutRecord]]:

@@ -22,6 +22,7 @@ from ds_trainer.files.run_folder import CARD, CARD_MARK, is_own_card
 from ds_trainer.files.writing import write_whole
 from ds_trainer.models.folders import as_user_error, has_safetensors, is_compact, is_hub_name
 from ds_trainer.models.layers import FIELD
+from ds_trainer.models.sentence_files import MODULES_FILE
 from ds_trainer.ranks import distributed
 from ds_trainer.recipe.exit_specs import EXITS_FILE
 from ds_trainer.recipe.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED, ExportJob
@@ -118,10 +119,12 @@ def _write(
     config, name = read_object(folder / "config.json"), "/".join(folder.absolute().parts[-2:])
     classes = config.get("architectures") or []
     kind = next((kind for kind in _TASKS if any(one.endswith(kind) for one in classes)), "")
-    does, base = _TASKS.get(kind), source
+    embeds, base = (folder / MODULES_FILE).exists(), source
+    does = "sentence-similarity" if embeds else _TASKS.get(kind)
     if source and not is_hub_name(source):  # the base of a folder is that which its own card names
         base = ModelCard.load(Path(source) / CARD).data.base_model if is_own_card(Path(source) / CARD) else None
-    head = ModelCardData(base_model=base, library_name="transformers", pipeline_tag=does, tags=["ds_trainer"])
+    library = "sentence-transformers" if embeds else "transformers"
+    head = ModelCardData(base_model=base, library_name=library, pipeline_tag=does, tags=["ds_trainer"])
     if does and task:
         data = task.dataset or task.name
         data, config_of_data = data.rsplit("/", 1) if data.count("/") > 1 else (data, None)
@@ -145,7 +148,14 @@ def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
     trust = ", trust_remote_code=True" if "auto_map" in config else ""
     exits = (folder / EXITS_FILE).exists()
     if has_safetensors(folder) or any(folder.glob("pytorch_model*")):
-        yield f'```python\nfrom transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER"{trust})\n```'
+        library, loads = "transformers", f'{auto}.from_pretrained("FOLDER"{trust})'
+        if (folder / MODULES_FILE).exists():
+            library, auto, loads = (
+                "sentence_transformers",
+                "SentenceTransformer",
+                f'SentenceTransformer("FOLDER"{trust})',
+            )
+        yield f"```python\nfrom {library} import {auto}\n\nmodel = {loads}\n```"
         if FIELD in config:
             yield _OWN_SIZES
     if exits or is_compact(folder):

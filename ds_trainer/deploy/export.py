@@ -89,6 +89,7 @@ def save_folded(
     results: dict[str, Any] = {}
 
     def finish(aside: Path) -> None:
+        task.save(aside)
         for technique in techniques:
             technique.save(aside)
         reloaded: Any = task.build_model(aside).to(dtype).eval()

@@ -26,6 +26,7 @@ from ds_trainer.models import pretrained
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
 from ds_trainer.models.folders import COMPACT_FILE, as_user_error, save_folder
 from ds_trainer.models.layers import FIELD, count_weights, total_weights
+from ds_trainer.models.sentence_files import copy_sentence_files
 from ds_trainer.models.shrink import shrink
 from ds_trainer.models.shrunk_model import whole_class
 from ds_trainer.ranks import distributed
@@ -81,8 +82,10 @@ def _put_in_place(made: Path, job: ExportJob) -> None:
     old = [path for path in job.output.iterdir() if path.is_file() and among(path, replaced)]
     for path in sorted(old, key=lambda path: not among(path, WEIGHTS)):
         path.unlink()
-    for path in sorted(made.iterdir(), key=lambda path: among(path, WEIGHTS)):
-        path.replace(job.output / path.name)
+    for path in sorted(filter(Path.is_file, made.rglob("*")), key=lambda path: among(path, WEIGHTS)):
+        target = job.output / path.relative_to(made)
+        target.parent.mkdir(exist_ok=True)
+        path.replace(target)
 
 
 def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
@@ -92,6 +95,7 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
     """
     if job.unpack:
         unpack_compact(job.model, made)
+        copy_sentence_files(job.model, made)
         return {"unpacked": count_weights(pretrained.load_trained(made))["model"]}
     report: dict[str, Any] = {}
     scores: dict[str, Any] = {}
@@ -135,6 +139,8 @@ def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:
             if task and name in report:
                 opened = onnx_file.session(made / report[name]["file"], torch.get_num_threads())
                 scores[name] = evaluate(onnx_file.predictor(opened), task, job.batch_size).scores
+    if (made / "config.json").exists():
+        copy_sentence_files(job.model, made)
     return report | ({"scores": scores} if task else {})
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,7 +71,8 @@ class MeasuredModel:
         assert self.task is not None, "the command has checked it"
         examples, chosen = self.task.examples(self.task.splits[0]), chosen_examples(self.task, size)
         parts = [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
-        return [self.task.collate(examples, part).to(distributed.device()).inputs for part in parts]
+        device, timed = distributed.device(), (self.task.timed_inputs(examples, part) for part in parts)
+        return [{name: value.to(device) for name, value in inputs.items()} for inputs in timed]
 
     def ways(self, label: str, case: Case) -> dict[str, Callable[[], Inference]]:
         """Return functions that build its forwards in a case, to its end and with early exits, by their labels."""
@@ -87,7 +89,7 @@ class MeasuredModel:
 def load_measured(folder: Path, task: Task | None) -> MeasuredModel:
     """Load the model of a folder, for a task if there is one, on the CPU and in fp32."""
     if task is None:
-        model = pretrained.load_trained(folder, (*pretrained.TRAINED, pretrained.HEADLESS))
+        model = pretrained.load_trained(folder)
         pretrained.set_padding(model, 0)
         return MeasuredModel(folder, model.eval())
     model = task.build_model(folder).eval()
@@ -126,12 +128,13 @@ def measure_costs(models: Mapping[str, tuple[Path, Task]]) -> dict[str, dict[str
     for name, (_, task) in timed.items():
         if "latency" in costs[name]:
             chosen = chosen_examples(task, max(BATCH_SIZES))
+            sequences, rows = task.sequences(task.examples(task.splits[0]), np.array(chosen))
             costs[name]["measured_on"] = {
                 "threads": threads,
                 "device": machine.device_name(),
                 "dtype": "float32",
                 "examples": len(chosen),
-                "mean_tokens": float(task.examples(task.splits[0]).lengths[chosen].mean()),
+                "mean_tokens": float(sequences.lengths[rows].mean()),
             }
     return costs
 

@@ -111,10 +111,11 @@ def content_hash(path: Path) -> bytes:
 def folder_hash(folder: Path) -> str:
     """Return a hash of the names and contents of all files that a model may be loaded from.
 
-    These are the files of its folder (config, weights in any form, tokenizer, ...) and the code in folders below it.
+    These are the files of its folder (config, weights in any form, tokenizer, ...), and the code and the configs of
+    modules in folders below it.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted({*folder.iterdir(), *folder.rglob("*.py")}):
+    for path in sorted({*folder.iterdir(), *folder.rglob("*.py"), *folder.glob("*/config.json")}):
         if path.is_file() and not any(path.match(name) for name in _NOT_LOADED):
             digest.update(f"{path.relative_to(folder)}\0".encode() + content_hash(path))
     return digest.hexdigest()

@@ -40,6 +40,7 @@ TOKENIZER_FILES = (
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *("exits.json", "exit_heads.safetensors", "shrunk_model.py", "cut.json", *TOKENIZER_FILES),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
 )
 """The names of the files of a model folder that this program writes."""
 _WRITTEN = (

@@ -64,8 +64,10 @@ def save_folder(model: Any, tokenizer: Any, folder: Path, finish: Callable[[Path
         tokenizer.save_pretrained(aside)
         finish(aside)
         folder.mkdir(exist_ok=True)
-        for path in aside.iterdir():
-            path.replace(folder / path.name)
+        for path in filter(Path.is_file, aside.rglob("*")):
+            target = folder / path.relative_to(aside)
+            target.parent.mkdir(exist_ok=True)
+            path.replace(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

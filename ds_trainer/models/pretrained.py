@@ -74,8 +74,8 @@ MASKED_LM = _kind(
 )
 CAUSAL_LM = _kind("causal language model", transformers.AutoModelForCausalLM)
 TOKEN_CLASSIFIER = _kind("token classifier", transformers.AutoModelForTokenClassification)
-TRAINED = (CLASSIFIER, ANSWERER, MASKED_LM, CAUSAL_LM, TOKEN_CLASSIFIER)
-"""The heads that this library trains."""
+TRAINED = (CLASSIFIER, ANSWERER, MASKED_LM, CAUSAL_LM, TOKEN_CLASSIFIER, HEADLESS)
+"""The heads that this library trains; a model without one gives embeddings."""
 
 
 def load_tokenizer(source: str | Path) -> Any:
@@ -167,9 +167,11 @@ def load_with_head(source: str | Path, kind: HeadKind) -> Any:
     config = load_config(source, kind)
     model, info = from_pretrained(source, config, kind)
     check_encoder_is_whole(source, model, info)
+    if kind is HEADLESS and getattr(model, "pooler", None) is not None:
+        model.pooler = None  # its tanh is for classifiers: no embedding is made by it
     if kind.trained_in(config):
         check_head_is_whole(source, model, info)
-    else:
+    elif kind is not HEADLESS:
         distributed.info_once(f"{source}: a new head; the model is no {kind.name}")
     return model
 
@@ -194,7 +196,7 @@ def check_encoder_is_whole(source: str | Path, model: Any, info: dict[str, Any])
 
     The weights of a shrunk model must also all have a place in it.
     """
-    prefix = f"{model.base_model_prefix}."
+    prefix = _prefix_of(model)
     over = info["unexpected_keys"] if getattr(model.config, FIELD, None) else []
     for names, fault in ((unfilled_weights(info), "are missing or of another shape"), (over, "have no place in it")):
         wrong = sorted(name for name in names if name.startswith(prefix) and "pooler" not in name)
@@ -207,7 +209,7 @@ def check_encoder_is_whole(source: str | Path, model: Any, info: dict[str, Any])
 
 def check_head_is_whole(source: str | Path, model: Any, info: dict[str, Any]) -> None:
     """Refuse a head that the config claims is trained and the weights hold in part or not at all."""
-    prefix = f"{model.base_model_prefix}."
+    prefix = _prefix_of(model)
     new = [name for name in unfilled_weights(info) if not name.startswith(prefix)]
     if new:
         architecture = next(iter(model.config.architectures or []), type(model).__name__)
@@ -216,6 +218,12 @@ def check_head_is_whole(source: str | Path, model: Any, info: dict[str, Any]) ->
             f'of another shape. Give a folder that holds them, or take {architecture} out of "architectures" in '
             f"config.json to start with a new head"
         )
+
+
+def _prefix_of(model: Any) -> str:
+    """Return with what the names of the encoder's weights begin: with nothing where the model is the encoder."""
+    prefix = model.base_model_prefix
+    return f"{prefix}." if hasattr(model, prefix) else ""
 
 
 def check_fits(model: Any, tokenizer: Any, max_seq_length: int) -> None:

@@ -6,6 +6,7 @@ the same family, whichever it is, or from BERT into DistilBERT. Training has to 
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ds_trainer.models.pretrained import (
     load_tokenizer,
     unfilled_weights,
 )
+from ds_trainer.models.sentence_files import copy_sentence_files
 from ds_trainer.models.shrink import simplest_config
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
@@ -93,7 +95,7 @@ def create_student(spec: StudentSpec, source: str | Path, target: Path, seed: in
         student = _distilbert(source, _load(source, config), layers)
         # so that the saved tokenizer gives no token types, which DistilBERT does not take
         tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
-    save_folder(student.to(dtype_of(source)), tokenizer, target)
+    save_folder(student.to(dtype_of(source)), tokenizer, target, partial(copy_sentence_files, source))
 
 
 def _check_distilbert(source: str | Path, config: Any, model_type: str | None) -> None:

@@ -228,6 +228,9 @@ class Recipe(Strict):
                     yield f'{field} of {this} is "{source}": allowed are {allowed}'
             if phase.techniques.exits:
                 yield from self._exit_mistakes(this, task, phase.techniques.exits)
+            if getattr(task, "loss", None) == "none" and phase.trains and phase.loss.get("task") != 0:
+                way_out = 'set loss["task"] to 0, and give a term of distill a weight'
+                yield f"{this} trains, and task.loss is none, which is nothing to train by: {way_out}"
             if phase.metric_for_best_model:
                 phase.prefers_more(phase.metric_for_best_model, task)
             # where the answers of another model count, they must be of the same kind

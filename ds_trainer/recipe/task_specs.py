@@ -1,18 +1,21 @@
-"""The task section of a recipe: labelled text, tags of words, extractive question answering, language modelling.
+"""The task section of a recipe: labelled text, tags of words, question answering, language modelling, embeddings.
 
-The name selects the family: "squad" is question answering, "mlm" and "clm" are language modelling, "ner" and "token"
-are tags of words, all others are labelled text. Whether the files exist is checked in `tasks/`.
+The name selects the family: "squad" is extractive question answering, "mlm" and "clm" are language modelling, "ner" and
+"token" are tags of words, "embedding" is vectors of texts, all others are labelled text. Whether the files exist is
+checked in `tasks/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from ds_trainer.files.messages import listed
 from ds_trainer.recipe.fields import Column, Fraction, Positive, Share, Strict, Whole
 
 Length = Annotated[int, Field(strict=True, ge=4)]
@@ -185,7 +188,120 @@ class LmSpec(TaskBase):
         return self.messages_column or self.text_column
 
 
-TaskSpec = TextSpec | SquadSpec | LmSpec | TokenSpec
+class TextSource(Strict):
+    """Texts of an embedding task: a file, a folder in the layout of BEIR (arXiv 2104.08663), or a data set of the hub.
+
+    A table has a text in each column: a text alone; or an anchor and a positive, and then negatives; or, with
+    `score_column`, two texts and how alike they are. A cell of a column of negatives may be a list of them. "lines" has
+    a text in each line. "stsb" is the STS benchmark as it is published. "squad" and "beir" are queries and the
+    documents that answer them: pairs to train on, or a search to be scored.
+    """
+
+    file: str | None = Field(None, description="relative to data_dir; of beir the folder")
+    dataset: str | None = Field(None, description="hub data set instead; of beir that of corpus and queries")
+    split: str | None = Field(None, description="of the hub data set, or of the judgements of beir, qrels/SPLIT.tsv")
+    format: Literal["table", "lines", "stsb", "squad", "beir"] | None = Field(
+        None, description="by default lines of a .txt file, else a table"
+    )
+    name: str | None = Field(None, description="begins the names of its scores; by default that of the file")
+    text_columns: list[Column] | None = Field(None, min_length=1, description="of a table, one for each text")
+    score_column: Column | None = Field(None, description="of a table: how alike the two texts are")
+    header: bool = Field(True, description="false: .csv and .tsv files name no columns, which are numbers from 0")
+    quoting: bool | None = Field(
+        None, description="cells are in quotes; by default in .csv; a .tsv with quotes needs it"
+    )
+    prompts: list[str | None] | None = Field(
+        None, description="for each text the name of a prompt of the model; of a search query and document by default"
+    )
+    max_examples: Positive | None = Field(None, description="how many of its rows to take, spaced evenly")
+
+    @property
+    def form(self) -> str:
+        """How the source is read."""
+        return self.format or ("lines" if (self.file or "").endswith(".txt") else "table")
+
+    @property
+    def is_search(self) -> bool:
+        """Whether it has queries and documents."""
+        return self.form in ("squad", "beir")
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether it says how alike two texts are."""
+        return self.form == "stsb" or self.score_column is not None
+
+    @property
+    def texts(self) -> int:
+        """How many texts a row has at least."""
+        return {"lines": 1, "table": len(self.text_columns or [])}.get(self.form, 2)
+
+    @property
+    def label(self) -> str:
+        """The name of its scores."""
+        return self.name or Path(self.file or self.dataset or "").stem
+
+    def mistakes(self) -> Iterator[str]:
+        if (self.file is None) == (self.dataset is None):
+            yield "set file, or dataset for one of the hub: one of the two"
+        is_table = self.form == "table"
+        if is_table != bool(self.text_columns):
+            one = "name the columns of the texts in text_columns" if is_table else "drop text_columns"
+            yield f"{self.file or self.dataset} is read as {self.form}: {one}"
+        if self.score_column is not None and len(self.text_columns or []) != 2:
+            yield "score_column says how alike two texts are: name two text_columns"
+        if self.prompts and len(self.prompts) != self.texts:
+            yield f"prompts has {len(self.prompts)} names for {self.texts} texts: write one each, or null"
+
+
+class EmbeddingSpec(TaskBase):
+    """Vectors of texts: train them by pairs, scored pairs, or a teacher alone; score them by similarity and by search.
+
+    What is null is as the folder of the model says, in the files that sentence-transformers writes.
+    """
+
+    greater_is_better = dict.fromkeys(("spearman*", "pearson*", "ndcg@*", "mrr@*", "recall@*"), True)
+
+    name: Literal["embedding"] = Field(description="selects the family")
+    train: list[TextSource] = Field([], description="the texts to train on, one source after another")
+    validation: list[TextSource] = Field(
+        min_length=1, description="scored pairs, or searches; the first is the main one"
+    )
+    loss: Literal["contrastive", "cosent", "none"] = Field(
+        "contrastive", description="of pairs; cosent of scored pairs; none: the texts are for a teacher or a cut alone"
+    )
+    scale: float = Field(20.0, gt=0, description="factor of the cosines in the loss, the inverse of a temperature")
+    matryoshka_dims: list[Positive] = Field([], description="the loss is also of the first dimensions of the vectors")
+    pooling: Literal["mean", "cls", "lasttoken"] | None = Field(None, description="how tokens become one vector")
+    normalize: bool | None = Field(None, description="scale the vectors to length 1; without such files true")
+    prompts: dict[str, str] = Field({}, description="further prompts, by name, that begin texts")
+    max_seq_length: Length | None = Field(None, description="tokens at which texts are cut, special ones included")
+
+    @property
+    def scored_splits(self) -> tuple[str, ...]:
+        return tuple(source.label for source in self.validation)
+
+    def source_mistakes(self) -> list[str]:
+        given = [name for name in ("dataset", "train_file", "validation_file") if getattr(self, name)]
+        return [f"{', '.join(given)}: an embedding task has its sources in train and validation"] if given else []
+
+    def mistakes(self) -> Iterator[str]:
+        labels = self.scored_splits
+        if repeated := {label for label in labels if labels.count(label) > 1 or label == "train"}:
+            yield f"validation: the name {listed(repeated)} is taken: give each source a name of its own"
+        for source in self.validation:
+            if not (source.is_scored or source.is_search):
+                yield f"validation: {source.label} has no scores: name its score_column, or a search (squad, beir)"
+        needs = {"contrastive": "two texts or more, an anchor and its positive", "cosent": "a score of two texts"}
+        for source in self.train:
+            fits = {"contrastive": source.texts > 1 and not source.is_scored, "cosent": source.is_scored, "none": True}
+            if not fits[self.loss]:
+                yield (
+                    f"train: the loss is {self.loss}, and a row of {source.label} lacks what it needs, "
+                    f'{needs[self.loss]}: name other columns, or set loss to "none" for a teacher or a cut alone'
+                )
+
+
+TaskSpec = TextSpec | SquadSpec | LmSpec | TokenSpec | EmbeddingSpec
 
 
 class Family(NamedTuple):
@@ -208,11 +324,17 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "text": Family(TextSpec, "ds_trainer.tasks.text.text_task:TextTask", "ds_trainer.tasks.text.text_data"),
     "squad": Family(
-        SquadSpec, "ds_trainer.tasks.squad.squad_task:SquadTask", "ds_trainer.tasks.squad.squad_file", ("squad",)
+        SquadSpec, "ds_trainer.tasks.squad.squad_task:SquadTask", "ds_trainer.tasks.squad_file", ("squad",)
     ),
     "lm": Family(LmSpec, "ds_trainer.tasks.lm.lm_task:LmTask", "ds_trainer.tasks.lm.lm_text", ("mlm", "clm")),
     "token": Family(
         TokenSpec, "ds_trainer.tasks.token.token_task:TokenTask", "ds_trainer.tasks.token.token_data", ("ner", "token")
+    ),
+    "embedding": Family(
+        EmbeddingSpec,
+        "ds_trainer.tasks.embedding.embedding_task:EmbeddingTask",
+        "ds_trainer.tasks.embedding.embedding_data",
+        ("embedding",),
     ),
 }
 """Every family of tasks, by its name: the only table to extend. Entries added after `recipe.py` has been imported take

@@ -24,6 +24,7 @@ from ds_trainer.ranks.failures import NonFiniteLossError, StoppedError, UserErro
 from ds_trainer.ranks.joining import out_of_memory_named
 from ds_trainer.ranks.stopping import StopRequests
 from ds_trainer.report.log import RunLog
+from ds_trainer.run.forwards import forwards
 from ds_trainer.run.objective import Objective
 from ds_trainer.run.phase import EVAL_CURE, TRAIN_CURE, PhasePlan
 from ds_trainer.tasks.data import BatchPlan, ExampleIds, shard
@@ -98,8 +99,9 @@ def train_step(objective: Objective, ds_engine: Engine, indices: ExampleIds, log
     for technique in objective.techniques:
         technique.on_step(step)
     draw = 1 + (hash((seed, step)) & (2**62 - 1))  # draw 0 is reserved for evaluation
-    for batch, shares in micro_batches(objective.task, indices, ds_engine, draw):
-        loss, terms = objective(Forward(batch, ds_engine(**batch.inputs), step, shares))
+    batches = micro_batches(objective.task, indices, ds_engine, draw)
+    for batch, out, shares in forwards(objective.task, batches, indices, ds_engine, hash((seed, step))):
+        loss, terms = objective(Forward(batch, out, step, shares))
         ds_engine.backward(loss)  # the engine scales the loss and divides by the accumulation steps
         ds_engine.step()  # and updates on the last micro-batch only
         log.add(step, terms, batch)

@@ -71,6 +71,18 @@ def soft_target_loss(
     return divergence(student, teacher, temperature, kind)
 
 
+def similarity_divergence(student: Tensor, teacher: Tensor, temperature: float, kind: Kind = "forward") -> Tensor:
+    """Return the `divergence` of each text's softened similarities to the others of the batch, mean over the texts.
+
+    Vectors are (texts, width), and the two models may differ in width. A similarity is 20 times the cosine.
+    """
+    logits = []
+    for vectors in (student, teacher):
+        unit = F.normalize(vectors.float())
+        logits.append((20 * unit @ unit.T).fill_diagonal_(PAD_LOGIT))
+    return divergence(logits[0], logits[1], temperature, kind)
+
+
 def yes_and_no(logits: Tensor) -> Tensor:
     """Return logits (rows * classes, 2), whose softmax is sigmoid of these logits (rows, classes) and the rest to 1."""
     return torch.stack([logits, torch.zeros_like(logits)], -1).flatten(0, 1)

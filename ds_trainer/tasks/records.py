@@ -196,7 +196,7 @@ class FileRecords(Records[T]):
     def _table(self) -> Iterator[tuple[int, Record]]:
         is_csv = self._suffix == ".csv"
         takes_quotes = is_csv if self.quoting is None else self.quoting
-        rows = (_quoted_rows if takes_quotes else _plain_rows)(self.path, "," if is_csv else "\t")
+        rows = (_quoted_rows if takes_quotes else plain_rows)(self.path, "," if is_csv else "\t")
         if self.quoting is None and not is_csv:
             rows = map(self._without_quotes, rows)
         first = [] if self.header else [next(rows, (1, []))]
@@ -369,7 +369,7 @@ def lines(path: Path) -> Iterator[str]:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _plain_rows(path: Path, mark: str) -> Iterator[tuple[int, list[str]]]:
+def plain_rows(path: Path, mark: str) -> Iterator[tuple[int, list[str]]]:
     """Cut lines at the mark and at nothing else: in GLUE's files a quote is an ordinary character."""
     for number, line in enumerate(lines(path), 1):
         row = line.removesuffix("\n").removesuffix("\r")

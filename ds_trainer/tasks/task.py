@@ -42,6 +42,8 @@ from ds_trainer.tasks.data import (
     spread,
 )
 from ds_trainer.tasks.records import GAPS, Record, Records, Row, table
+from ds_trainer.tasks.scores import check_logits
+from ds_trainer.tasks.whole_step import WholeStep
 
 Unit = Literal["example", "label", "weight", "token"]
 """What a loss term is a mean over: the examples of a batch, their labels, their classes' weights, or their tokens.
@@ -61,7 +63,8 @@ class Batch:
     """A batch of examples: `inputs` go to the model, `labels` (in the task's own shape) to the loss.
 
     `ids` (rows,) are the indices of the examples in their `split`. `others` are inputs that this model does not take,
-    but a teacher of another architecture may.
+    but a teacher of another architecture may. `step` are the other examples of its optimizer step, for a loss that
+    compares examples with each other.
     """
 
     inputs: dict[str, Tensor]
@@ -69,6 +72,7 @@ class Batch:
     ids: Tensor
     others: dict[str, Tensor] = field(default_factory=dict)
     split: str = "train"
+    step: WholeStep | None = None
 
     @property
     def tokens(self) -> int:
@@ -122,9 +126,10 @@ class Task(ABC):
     label_names: the names of the classes, in the model's order; empty where classes have no names.
     regression: whether `logits` are values to be compared by their difference, instead of scores of classes.
     multi_label: whether each column of `logits` is a class of its own that an example has or has not.
+    vectors: whether `logits` are vectors, which mean something by their similarity to each other.
     logits_of: what a row of `logits` is for. "example": one example, whose columns are classes. "token": one example,
-        whose columns are its tokens. "position": one entry of `head_positions` among the inputs or the
-        others of a batch.
+        whose columns are its tokens. "position": one unit "label" of an example, in their order.
+    compares_examples: whether `loss` compares the examples of a step with each other, by their `compared` values.
     loss_unit: what `loss` is a mean over.
     logits_unit: what a comparison of the `logits` of two models is a mean over.
     over_vocabulary: whether the classes of `logits` are the tokens of the vocabulary.
@@ -149,6 +154,8 @@ class Task(ABC):
     label_names: tuple[str, ...] = ()
     regression: bool = False
     multi_label: bool = False
+    vectors: ClassVar[bool] = False
+    compares_examples: bool = False
     logits_of: ClassVar[Literal["example", "token", "position"]] = "example"
     loss_unit: Unit = "example"
     logits_unit: Unit = "example"
@@ -247,6 +254,25 @@ class Task(ABC):
     def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
         """Return logits, each (rows, classes). `logits_of` says what a row is; `PAD_LOGIT` marks what is no class."""
         return (out.logits,)
+
+    def compared(self, out: Any, batch: Batch) -> Tensor:
+        """Return what a loss that compares examples computes of them, (rows, ...) fp32."""
+        raise NotImplementedError
+
+    def rows_of(self, ids: ExampleIds) -> int:
+        """Return how many rows of `compared` these training examples have."""
+        return len(ids)
+
+    def sequences(self, examples: Examples, ids: ExampleIds) -> tuple[Examples, ExampleIds]:
+        """Return what the rows of a batch of these examples are, in order: by default the examples themselves."""
+        return examples, ids
+
+    def timed_inputs(self, examples: Examples, ids: Sequence[int]) -> dict[str, Tensor]:
+        """Return a batch of as many rows as there are ids, of these examples, by which a model is timed."""
+        return self.collate(examples, ids).inputs
+
+    def save(self, folder: Path) -> None:  # noqa: B027 - most tasks have none
+        """Write the files that belong beside a model of this task into its folder."""
 
     def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
         """Return the model's answer to each example by its id, so that an example which pads a shard counts once.
@@ -419,13 +445,3 @@ class Task(ABC):
     def hidden_size(self) -> int:
         """The model's width, for the engine file's "auto" bucket sizes."""
         return int(self.config.get_text_config().hidden_size)
-
-
-def check_logits(split: str, finite: Sequence[bool]) -> None:
-    """Raise UserError unless `finite`, which has one entry for each example, is true throughout."""
-    broken = len(finite) - sum(finite)
-    if broken:
-        raise UserError(
-            f"{split}: the model gives logits that are not finite (NaN or infinity) for {broken:,} of {len(finite):,} "
-            f"examples, which cannot be scored: train again with a lower learning rate, or in bf16 instead of fp16"
-        )

@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from tools.markers import write_rows
 from tools.write_speed_table import table
 
 _COUNTS = """against_hf_trainer 2, against_pruners 2, cut_quality 5, cut_speed 3, decoder_cuts 6, exit_speed 14,
-    faults 0, front_page 4, gpu 37, length_grouping 4, lm_head 2, loop_overhead 1, mask_cost 4, memory_model 2,
-    openmp_spinning 2, packing 3, recipes 0, speculation 8, structured_speed 11, student_speed 1,
+    faults 0, front_page 17, gpu 37, grad_cache 2, length_grouping 4, lm_head 2, loop_overhead 1, mask_cost 4,
+    memory_model 2, openmp_spinning 2, packing 3, recipes 0, speculation 8, structured_speed 11, student_speed 1,
     teacher_cache 1, top_k_cache 8, tune 1"""
 FIGURES = {name: int(count) for name, count in map(str.split, _COUNTS.split(","))}
 """How many figures each prints; `faults.py` and `recipes.py` print tables."""
@@ -37,12 +38,31 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     arguments = {"exit_speed": [model, str(folder)], "student_speed": two}
     arguments["decoder_cuts"] = [str(folder / "decoder_cuts")]
     cuts = ["--output", str(folder / "cut_quality"), "--data_dir", str(folder)]
-    arguments |= {"cut_quality": cuts, "front_page": cuts}
-    for name in ("against_pruners", "recipes"):
+    arguments |= {"cut_quality": cuts}
+    write_embedding_files(folder)
+    for name in ("against_pruners", "recipes", "front_page"):
         arguments[name] = ["--output", str(folder / name), "--data_dir", str(folder)]
     return {
         name: run_script(f"benchmarks/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES
     }
+
+
+def write_embedding_files(folder: Path) -> None:
+    """Write the files of the front page's model, each in the form of the real one."""
+    for name in ("stsb", "glue/SST-2", "squad", "wikitext-2"):
+        (folder / name).mkdir(parents=True)
+    words = ["plum", "saw", "slaw", "maps", "pulp", "wasp", "lamp", "laps"]  # of few letters, which a cut must keep
+    pairs = [f"g\tf\ty\t0\t{place % 5}\told {one}\tall {one}" for place, one in enumerate(words * 4)]
+    for name in ("train", "dev", "test"):
+        (folder / f"stsb/sts-{name}.csv").write_text("\n".join(pairs) + "\n")
+    (folder / "glue/SST-2/train.tsv").write_text("sentence\tlabel\n" + "".join(f"a {one}\t0\n" for one in words))
+    (folder / "wikitext-2/valid.txt").write_text("\n".join(f"small {one}" for one in words))
+    answer = {"text": "old", "answer_start": 0}
+    paragraphs = [
+        {"context": f"old {one}", "qas": [{"id": one, "question": f"a {one}", "answers": [answer]}]} for one in words
+    ]
+    for name in ("train", "dev"):
+        (folder / f"squad/{name}-v1.1.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
 
 
 def test_none_is_forgotten(tmp_path):

@@ -16,7 +16,7 @@ def test_random_numbers_are_a_function_of_run_step_and_rank(monkeypatch):
     """
     numbers, masks = list[float](), list[int]()
     technique = SimpleNamespace(on_step=lambda step: numbers.append(float(torch.rand(()))))
-    objective: Any = SimpleNamespace(techniques=[technique], task=None)
+    objective: Any = SimpleNamespace(techniques=[technique], task=SimpleNamespace(compares_examples=False))
     monkeypatch.setattr(loop, "micro_batches", lambda task, indices, engine, draw: masks.append(draw) or [])
 
     def drawn(seed: int, step: int, rank: int) -> tuple[float, int]:

@@ -126,7 +126,7 @@ def test_a_host_without_the_cut_makes_all_ranks_cut(tiny_recipe, tmp_path, monke
     recipe, calls = cut_recipe(tiny_recipe), []
     sizes = {"before": 2, "after": 1}
     result = CutResult(
-        None, None, {"parts": [], "reconstruction": [], "parameters": sizes, "tokens": sizes, "seconds": 0}
+        None, None, {"parts": [], "reconstruction": [], "parameters": sizes, "tokens": sizes, "seconds": 0}, None
     )
     before = times_in(made(recipe, tmp_path))
     monkeypatch.setattr(distributed, "numbers_of_all", lambda values: [list(values), [1]])

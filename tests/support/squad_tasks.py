@@ -18,9 +18,9 @@ from ds_trainer.models.folders import train_tokenizer
 from ds_trainer.models.pretrained import load_tokenizer
 from ds_trainer.recipe.task_specs import SquadSpec
 from ds_trainer.tasks.data import evaluation_shard
-from ds_trainer.tasks.squad.squad_file import GoldAnswer, Question
 from ds_trainer.tasks.squad.squad_score import normalised
 from ds_trainer.tasks.squad.squad_task import SquadTask, WindowAnswer
+from ds_trainer.tasks.squad_file import GoldAnswer, Question
 
 _SCRIPTS = """
 the a year 1980s $3.50 state-of-the-art U.S.A. O'Neill (in) 90% Zürich naïve ﬁnal ½ end. a/b x² µm km² ǅ Ω 𝔘𝔫𝔦

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from support.launching import chosen
 from support.zeroed import empty
 from torch import Tensor
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -159,7 +161,7 @@ class ToyTask:
 
     head, regression, inputs_vary, logits_of = CLASSIFIER, False, False, "example"
     loss_unit = logits_unit = "example"
-    over_vocabulary = multi_label = False
+    over_vocabulary = multi_label = vectors = False
     tokenizer = train_tokenizer(["the tokens that a teacher reads"], 40, True)
 
     def loss(self, out, batch):
@@ -373,14 +375,22 @@ _CHAT_TEMPLATE = (
 )
 TOP_K = "clm-top_k"
 _LM = {"train_file": "text.txt", "min_seq_length": 2}
+_GROUPS = {"file": "groups.jsonl"}
+_SCORED = _GROUPS | {"text_columns": ["a", "p"], "score_column": "s"}
 _PACKED = {"packing": True, "min_seq_length": 2}
 VARIANTS = {
     **dict.fromkeys(("mlm", "mlm-everywhere", "clm", TOP_K), _LM),
     "clm-packed": _PACKED | {"max_seq_length": 32, "train_file": "more.txt"},
     "clm-chat": _PACKED | {"max_seq_length": 64, "messages_column": "messages", "train_file": "chat.jsonl"},
     "ner": {"train_file": "tags.conll"},
+    "embedding": {
+        "train": [_GROUPS | {"text_columns": ["a", "p", "n"]}],
+        "validation": [_SCORED],
+        "matryoshka_dims": [8],
+    },
+    "embedding-cosent": {"train": [_SCORED], "validation": [_SCORED], "loss": "cosent"},
 }
-"""What a task has beyond its name. Rows of packed documents have many labels or few, too."""
+"""What a task has beyond its name. Rows of packed documents have many labels or few, and anchors many negatives."""
 CUTS = {1: (1, 8), 2: (1, 4)}
 """The numbers of micro-batches a rank, by the number of ranks."""
 
@@ -432,14 +442,17 @@ def _plan(cut: Cut, folder: Path) -> PhasePlan:
     task, _, variant = cut.task.partition("-")
     own = VARIANTS[cut.task]
     # a cache of a top k keeps no logits
-    weights = {name: _WEIGHTS[name] for name in (("logits", "cos", "hidden") if cut.task == TOP_K else _WEIGHTS)}
+    # a cache of a top k keeps no logits, and similarities are to the other texts of a micro-batch
+    kept = {TOP_K: ("logits", "cos", "hidden"), "embedding": ("mse", "cos", "hidden")}
+    weights = {name: _WEIGHTS[name] for name in kept.get(cut.task, kept.get(task, _WEIGHTS))}
     distill = {"teacher": str(folder / task / "teacher"), "terms": [*weights], "layer_pairs": [[1, 1], [-1, -1]]}
     if task == "mlm":
         distill["restrict_ce_to_mask"] = variant != "everywhere"
     if cut.task == TOP_K:
         distill |= {"cache_teacher": {"top_k": 4}, "divergence": "js"}
     loss = {"task": 1.0} | {f"distill.{term}": weight for term, weight in weights.items()}
-    data = {"name": task, "data_dir": str(folder), "validation_file": own["train_file"], **own}
+    data = {"name": task, "data_dir": str(folder), **own}
+    data |= {"validation_file": own["train_file"]} if "train_file" in own else {}
     phases = [{"max_steps": 1, "techniques": {"distill": distill}, "loss": loss}]
     recipe = parse_recipe({"task": data, "phases": phases, "cache_dir": str(folder / "cache")})
     (phase,) = recipe.phases
@@ -466,6 +479,8 @@ def _folders() -> str:
     tagged = ["\n".join(f"{word}\t{_TAGS[word]}" for word in line.split()) for line in _LINES]
     (folder / "tags.conll").write_text("\n\n".join(tagged) + "\n")
     (folder / "more.txt").write_text("\n".join(_LINES * 3) + "\n")
+    groups = [{"a": line, "p": "dog " + line, "n": _LINES[:place], "s": place % 3} for place, line in enumerate(_LINES)]
+    (folder / "groups.jsonl").write_text("\n".join(map(json.dumps, groups)))
     asked = [{"role": "user", "content": "the dog"}]
     chats = [{"messages": [*asked, {"role": "assistant", "content": line}] * 2} for line in _LINES * 2]
     (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
@@ -480,7 +495,8 @@ def _folders() -> str:
         gpt2 = GPT2Config(n_embd=width, n_positions=128, **_SMALL, **vocabulary, **no_dropout)
         # the head of each is trained, as far as its folder says
         tags = BertConfig(**bert.to_dict() | {"id2label": dict(enumerate(_TAGS.values()))})
-        kinds = {"mlm": (AutoModelForMaskedLM, bert), "clm": (AutoModelForCausalLM, gpt2)}
+        kinds: dict[str, Any] = {"mlm": (AutoModelForMaskedLM, bert), "clm": (AutoModelForCausalLM, gpt2)}
+        kinds["embedding"] = AutoModel, bert
         for task, (auto, config) in (kinds | {"ner": (AutoModelForTokenClassification, tags)}).items():
             auto.from_config(config).save_pretrained(folder / task / name)
             tokenizer.save_pretrained(folder / task / name)

@@ -36,10 +36,10 @@ from ds_trainer.tasks.data import Examples
 from ds_trainer.tasks.records import Row
 from ds_trainer.tasks.registry import check_data_files, training_texts
 from ds_trainer.tasks.squad import squad_score
-from ds_trainer.tasks.squad.squad_file import GoldAnswer, Question, records
 from ds_trainer.tasks.squad.squad_score import Candidate, score_v1, score_v2
 from ds_trainer.tasks.squad.squad_task import SquadTask, WindowAnswer, best_spans
 from ds_trainer.tasks.squad.squad_windows import SpanPositions, Tokens, tokenised, windows
+from ds_trainer.tasks.squad_file import GoldAnswer, Question, records
 from ds_trainer.tasks.task import PAD_LOGIT
 
 CONTEXT = "Zürich’s 🏔 naïve café opened in 1999."

@@ -173,8 +173,10 @@ UNHASHED = {
     "squad": {"name", "null_score_diff_threshold", "n_best_size", "max_answer_length"},
     "lm": {"mlm_mask_prop", "word_mask", "word_keep", "word_rand", "mlm_smoothing", "head_positions"},
     "token": set(),
+    "embedding": {"train", "validation", "scale", "matryoshka_dims", "pooling", "normalize", "prompts"},
 }
-"""The fields of each family that do not decide on the tokens, or are in the hash of the file or the labels."""
+"""The fields of each family that do not decide on the tokens, or are in the hash of the file or the labels, or in
+`hashed_values`."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -32,9 +32,10 @@ from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.run.loop import micro_batches
 from ds_trainer.run.objective import Objective
 from ds_trainer.tasks.registry import build_task, check_data_files, check_metric
+from ds_trainer.tasks.scores import regression_scores
 from ds_trainer.tasks.task import Forward
 from ds_trainer.tasks.text.text_data import positive_class
-from ds_trainer.tasks.text.text_task import TextTask, class_scores, regression_scores
+from ds_trainer.tasks.text.text_task import TextTask, class_scores
 
 MNLI = ("entailment", "neutral", "contradiction")
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

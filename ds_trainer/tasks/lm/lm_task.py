@@ -26,7 +26,8 @@ from ds_trainer.tasks.lm.head_positions import take_head_positions
 from ds_trainer.tasks.lm.masking import TokenMasking, chosen_count, mask_tokens, token_weights
 from ds_trainer.tasks.lm.sequences import Conversations, Cutter, Tally, packed, summary
 from ds_trainer.tasks.records import Records
-from ds_trainer.tasks.task import Batch, Task, Unit, check_logits
+from ds_trainer.tasks.scores import check_logits
+from ds_trainer.tasks.task import Batch, Task, Unit
 
 IGNORED = -100
 """The label of a position that has logits but no loss."""

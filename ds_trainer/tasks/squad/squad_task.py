@@ -22,13 +22,14 @@ from ds_trainer.files.messages import listed
 from ds_trainer.models.pretrained import ANSWERER
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import SquadSpec
+from ds_trainer.tasks import squad_file
 from ds_trainer.tasks.data import ExampleIds, Examples
 from ds_trainer.tasks.records import Records, Row
-from ds_trainer.tasks.squad import squad_file
-from ds_trainer.tasks.squad.squad_file import Question
+from ds_trainer.tasks.scores import check_logits
 from ds_trainer.tasks.squad.squad_score import Candidate, n_best, score_v1, score_v2, with_probabilities
 from ds_trainer.tasks.squad.squad_windows import SpanPositions, windows
-from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task, check_logits
+from ds_trainer.tasks.squad_file import Question
+from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task
 
 _COLUMNS = {**Task.token_columns, "char_start": np.int32, "char_end": np.int32}
 

@@ -17,7 +17,7 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import SquadSpec
 from ds_trainer.tasks.data import Array
 from ds_trainer.tasks.records import Row
-from ds_trainer.tasks.squad.squad_file import Question
+from ds_trainer.tasks.squad_file import Question
 
 NO_CHARACTER = -1
 """`char_start` and `char_end` of a token that is not part of the context."""

@@ -31,6 +31,7 @@ from ds_trainer.ranks.failures import UserError, raise_mistakes
 from ds_trainer.recipe.task_specs import TextSpec
 from ds_trainer.tasks.data import Array, ExampleIds, Examples, source_split
 from ds_trainer.tasks.records import Records
+from ds_trainer.tasks.scores import correlation, regression_scores
 from ds_trainer.tasks.task import Batch, Task, Unit
 from ds_trainer.tasks.text import text_data
 from ds_trainer.tasks.text.text_data import is_regression, known_labels, metrics_of, positive_class
@@ -211,17 +212,8 @@ def class_scores(given: Array, gold: Array, positive: int | None = None) -> dict
     return f1 | {
         "accuracy": float((given == gold).all(1).mean()),
         "f1": f1["macro_f1"] if positive is None else f1[f"f1/{positive}"],
-        "matthews": _correlation(given, gold),
+        "matthews": correlation(given, gold),
     }
-
-
-def regression_scores(values: Array, labels: Array) -> dict[str, float]:
-    """Return Pearson's and Spearman's correlation of finite scores, both (n,)."""
-    ranks = []
-    for each in (values, labels):
-        _, place, counts = np.unique(each, return_inverse=True, return_counts=True)
-        ranks.append((counts.cumsum() - (counts - 1) / 2)[place])  # equal values share the mean of their ranks
-    return {"pearson": _correlation(values, labels), "spearman": _correlation(*ranks)}
 
 
 def f1_scores(predicted: Array, gold: Array, names: Sequence[str] = ()) -> dict[str, float]:
@@ -237,18 +229,6 @@ def f1_scores(predicted: Array, gold: Array, names: Sequence[str] = ()) -> dict[
         "macro_f1": float(by_class[occurs].mean()) if occurs.any() else 0.0,
         **{f"f1/{name}": value for name, value in named},
     }
-
-
-def _correlation(one: Array, other: Array) -> float:
-    """Return Pearson's correlation of two arrays (n,) or, summed over the columns of two (n, classes), Matthews'.
-
-    That of two classes is the phi coefficient, and of more Gorodkin's R_K. A correlation with a constant is 0/0 and
-    counts as 0, as in scikit-learn: a constant explains nothing.
-    """
-    if (one == one[0]).all() or (other == other[0]).all():
-        return 0.0
-    one, other = (each - each.mean(0, dtype=np.float64) for each in (one, other))
-    return float((one * other).sum() / np.sqrt(np.square(one).sum() * np.square(other).sum()))
 
 
 def _labels_in(spec: TextSpec, split: str) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import TokenSpec
 from ds_trainer.tasks.data import ExampleIds, Examples, source_split
 from ds_trainer.tasks.records import Records, Row
-from ds_trainer.tasks.task import PAD_LOGIT, Batch, Predict, Task, Unit, check_logits
+from ds_trainer.tasks.scores import check_logits
+from ds_trainer.tasks.task import PAD_LOGIT, Batch, Predict, Task, Unit
 from ds_trainer.tasks.token import token_data
 from ds_trainer.tasks.token.token_data import Sentence
 

@@ -13,9 +13,10 @@ a mean over examples or tokens, as its unit says:
 | `distill.hidden` | hidden states: squared difference | TinyBERT, arXiv 1909.10351 |
 
 The temperature divides the gradient by T**2, which the factor T**2 makes up for. A regression has no classes: its
-logits term is the squared error. SQuAD has two sets of logits (start and end), and a term is the mean over the sets; a
-language model has a row of logits for every position with a loss. The formulas are in `tasks/losses.py`.
-How the student is made smaller is not decided here.
+logits term is the squared error. Nor have the vectors of an embedding task: the term compares how similar each text is
+to the others of its micro-batch, and `distill.mse` compares the vectors themselves. SQuAD has two sets of logits (start
+and end), and a term is the mean over the sets; a language model has a row of logits for every position with a loss. The
+formulas are in `tasks/losses.py`. How the student is made smaller is not decided here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,7 @@ class Distill(Technique):
             raise UserError("cache_teacher: this task's inputs differ from epoch to epoch (random masking): drop it")
         if spec.top_k and not task.over_vocabulary:
             raise UserError("cache_teacher: top_k is for logits over a vocabulary, which this task has not: write true")
-        if spec.divergence != "forward" and task.regression:
+        if spec.divergence != "forward" and task.regression and not task.vectors:
             raise UserError("divergence: a regression has no classes, and compares by the squared error: drop it")
 
     def attach(self, model: Any) -> nn.Module:
@@ -93,7 +94,8 @@ class Distill(Technique):
                 raise UserError(
                     f"distill: layer_pairs names layer {layer} of the {who}, which has {depth}: write -1 to {depth}"
                 )
-        if self.spec.compared_layers and student.hidden_size != teacher.hidden_size:
+        compares_vectors = self.task.vectors and "mse" in self.spec.terms
+        if (self.spec.compared_layers or compares_vectors) and student.hidden_size != teacher.hidden_size:
             self.projection = nn.Linear(student.hidden_size, teacher.hidden_size)
             model.add_module(_PROJECTION, self.projection)
         self._returned_states = model.config.output_hidden_states
@@ -155,10 +157,14 @@ class Distill(Technique):
         if "hidden" in self.spec.terms:
             terms["hidden"] = [losses.hidden_mse(*pair, mask) for pair in states]
         if "mse" in self.spec.terms:
-            terms["mse"] = [losses.logit_mse(*pair) for pair in pairs]
+            projected = [(project(ours), theirs) for ours, theirs in pairs] if self.task.vectors else pairs
+            terms["mse"] = [losses.logit_mse(*pair) for pair in projected]
         if "logits" in self.spec.terms:  # comes last: to save memory it overwrites the teacher's logits
             how = self.spec.temperature, self.spec.divergence
-            terms["logits"] = [losses.soft_target_loss(self.task, *pair, *how) for pair in pairs]
+            if self.task.vectors:
+                terms["logits"] = [losses.similarity_divergence(*pair, *how) for pair in pairs]
+            else:
+                terms["logits"] = [losses.soft_target_loss(self.task, *pair, *how) for pair in pairs]
         return {f"distill.{term}": torch.stack(values).mean() for term, values in terms.items()}
 
     def views(self, forward: Forward, predict: Predict) -> dict[str, Any]:

@@ -1,0 +1,294 @@
+"""Embeddings: a model turns each text into a vector, and texts that mean the same get similar vectors.
+
+An example is some texts that belong together (`EmbeddingRow`), and each of its texts is a row of a batch. A vector is
+pooled from the last hidden states of a model without a head, as the folder of the model says in the files of
+sentence-transformers (`models/sentence_files.py`).
+
+| loss | what it asks for | source |
+|---|---|---|
+| contrastive | of all positives and negatives of a step, an anchor is nearest to its positive | arXiv 1705.00652 |
+| cosent | of two scored pairs, the one with the higher score has the higher cosine | CoSENT |
+| none | nothing: a teacher decides | arXiv 2004.09813 |
+
+The first two compare the examples of a step with each other, on all ranks (GradCache, arXiv 2101.06983). With
+`matryoshka_dims` each is the mean over vectors that are cut to these dimensions and whole ones (arXiv 2205.13147).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_trainer.models import pretrained
+from ds_trainer.models.pretrained import HEADLESS
+from ds_trainer.models.sentence_files import has_sentence_files, read_sentence_files
+from ds_trainer.ranks.failures import UserError
+from ds_trainer.recipe.task_specs import EmbeddingSpec
+from ds_trainer.tasks.data import Array, ExampleIds, Examples
+from ds_trainer.tasks.embedding import embedding_data
+from ds_trainer.tasks.embedding.embedding_data import EmbeddingRow, source_of
+from ds_trainer.tasks.records import Row
+from ds_trainer.tasks.scores import ranking_scores, regression_scores
+from ds_trainer.tasks.task import Batch, Task, Unit
+
+_LONGEST = 512
+"""The length at which texts are cut where neither the task nor the folder says it, in tokens."""
+_RESULTS = 10
+"""How many results of a query are scored."""
+_QUERIES = 256
+"""How many queries are compared with all documents at a time."""
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The texts of a split as rows: those of example i are `first[i]` to `first[i + 1]`.
+
+    `column` is the place of each text in its example: 0 is an anchor, 1 its positive, and higher ones are negatives.
+    """
+
+    rows: Examples
+    first: Array
+    column: Array
+
+    @classmethod
+    def of(cls, examples: Examples) -> "_Texts":
+        column, offsets = np.asarray(examples.tokens["column"]), np.asarray(examples.offsets)
+        starts = np.union1d(offsets[:-1], np.flatnonzero(np.diff(column)) + 1)
+        tokens = {name: values for name, values in examples.tokens.items() if name != "column"}
+        return cls(Examples(np.append(starts, offsets[-1]), tokens), np.searchsorted(starts, offsets), column[starts])
+
+    def of_examples(self, ids: ExampleIds) -> ExampleIds:
+        """Return the rows of some examples, in their order."""
+        return np.concatenate([np.arange(self.first[id], self.first[id + 1]) for id in ids])
+
+
+class EmbeddingTask(Task):
+    """Vectors of texts. The rows of the inputs and the logits of a batch are texts; `labels` (examples,) are scores."""
+
+    spec: EmbeddingSpec
+    head = HEADLESS
+    family = "embedding"
+    data: ClassVar[Any] = embedding_data
+    token_columns: ClassVar[Mapping[str, Any]] = {**Task.token_columns, "column": np.uint16}
+    hashed_fields = ("name", "loss", "max_seq_length")
+    regression, vectors = True, True
+    logits_of = "position"
+    logits_unit: Unit = "label"
+
+    def __init__(self, spec: EmbeddingSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
+        files = read_sentence_files(source)
+        length = spec.max_seq_length or files.max_seq_length
+        if length is None:  # a tokenizer without a limit has an immense one
+            positions = getattr(pretrained.load_config(source, HEADLESS), "max_position_embeddings", None)
+            length = min(tokenizer.model_max_length, positions or _LONGEST, _LONGEST)
+        super().__init__(spec.model_copy(update={"max_seq_length": length}), tokenizer, source, cache_dir)
+        self.files = files.with_set(
+            pooling=spec.pooling,
+            normalize=spec.normalize,
+            max_seq_length=length,
+            prompts={**files.prompts, **spec.prompts},
+        )
+        self.compares_examples = spec.loss != "none"
+        self._texts: dict[int, _Texts] = {}
+        for of in (*spec.train, *spec.validation):
+            for name in filter(None, of.prompts or ()):
+                if name not in self.files.prompts:
+                    known = ", ".join(self.files.prompts) or "none"
+                    raise UserError(f"{of.label}: there is no prompt {name!r}: the model has {known}; see task.prompts")
+        if widest := max((dim for dim in spec.matryoshka_dims if dim > self.hidden_size), default=0):
+            raise UserError(f"matryoshka_dims has {widest}, and the vectors have {self.hidden_size} dimensions")
+
+    def hashed_values(self) -> list[Any]:
+        sources = [source.model_dump(mode="json") for source in (*self.spec.train, *self.spec.validation)]
+        return [sources, dict(self.files.prompts), self.files.default_prompt_name]
+
+    def limit(self, split: str) -> int | None:
+        searched = split != "train" and source_of(self.spec, split).is_search
+        return None if searched else super().limit(split)  # of a search the queries are limited, where they are read
+
+    def encode(self, rows: Sequence[Row[EmbeddingRow]]) -> dict[str, Any]:
+        texts = [self._prompt(name) + text.strip() for row in rows for text, name in zip(*row.value[:2], strict=True)]
+        encoded = self.tokenizer(
+            texts, truncation=True, max_length=self.spec.max_seq_length, return_token_type_ids=True
+        )
+        if not all(encoded["input_ids"]):
+            raise UserError(f"the tokenizer makes no token of the text {texts[encoded['input_ids'].index([])]!r}")
+        columns: dict[str, list[list[int]]] = {name: [] for name in self.token_columns}
+        start = 0
+        for row in rows:
+            of_row = range(start, start := start + len(row.value.texts))
+            for name in ("input_ids", "token_type_ids"):
+                columns[name].append([token for place in of_row for token in encoded[name][place]])
+            columns["column"].append(
+                [column for column, place in enumerate(of_row) for _ in encoded["input_ids"][place]]
+            )
+        return columns | {"labels": np.array([row.value.score for row in rows], np.float32)}
+
+    def description(self, rows: Sequence[Row[Any]], examples: Examples) -> str:
+        lengths = _Texts.of(examples).rows.lengths
+        at_limit = int((lengths >= self.spec.max_seq_length).sum())
+        mean = f"{lengths.mean():.1f} tokens on average"
+        return f"{len(lengths):,} texts, {mean}, {at_limit:,} at max_seq_length"
+
+    def build_model(self, folder: str | Path) -> nn.Module:
+        model = pretrained.load_with_head(folder, HEADLESS)
+        pretrained.check_fits(model, self.tokenizer, self.spec.max_seq_length or 1)
+        return model
+
+    def check_trained(self, folder: str | Path) -> None:
+        if not (has_sentence_files(folder) or HEADLESS.trained_in(pretrained.load_config(folder, HEADLESS))):
+            raise UserError(
+                f"{folder} is no embedding model: it has no modules.json, and a head for another task. Train it first"
+            )
+
+    def sequences(self, examples: Examples, ids: ExampleIds) -> tuple[Examples, ExampleIds]:
+        texts = self._texts_of(examples)
+        return texts.rows, texts.of_examples(ids)
+
+    def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
+        ids = np.asarray(ids, dtype=np.int64)
+        inputs, others = self.padded_inputs(*self.sequences(examples, ids))
+        labels = torch.from_numpy(np.asarray(examples.fields["labels"][ids]))
+        return Batch(inputs, labels, torch.from_numpy(ids), others)
+
+    def timed_inputs(self, examples: Examples, ids: Sequence[int]) -> dict[str, Tensor]:
+        """Return some of the texts of these examples, of all of which there are more."""
+        sequences, rows = self.sequences(examples, np.asarray(ids))
+        return self.padded_inputs(sequences, rows[:: len(rows) // len(ids)][: len(ids)])[0]
+
+    def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, float]:
+        first = self._texts_of(examples).first
+        return super().counts(examples, ids) | {"label": int((first[ids + 1] - first[ids]).sum())}
+
+    def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the vectors of the texts of a batch, (texts, width) fp32, of length 1 where the folder says so."""
+        states, mask = out.last_hidden_state.float(), batch.mask
+        if self.files.pooling == "mean":
+            vectors = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        else:  # padding is on the right
+            places = mask.sum(1) - 1 if self.files.pooling == "lasttoken" else torch.zeros_like(mask[:, 0])
+            vectors = states[torch.arange(len(states), device=states.device), places]
+        return (F.normalize(vectors) if self.files.normalize else vectors,)
+
+    def compared(self, out: Any, batch: Batch) -> Tensor:
+        return self.logits(out, batch)[0]
+
+    def rows_of(self, ids: ExampleIds) -> int:
+        return int(self.counts(self.examples("train"), ids)["label"])
+
+    def loss(self, out: Any, batch: Batch) -> Tensor:
+        """Return the loss over the examples of the whole step where the batch has them, else over its own."""
+        vectors, ids = self.compared(out, batch), batch.ids.numpy()
+        if not self.compares_examples:
+            return vectors.sum() * 0
+        if batch.step is not None:
+            vectors, ids = batch.step.with_own(vectors), batch.step.ids
+        examples = self.examples("train")
+        texts = self._texts_of(examples)
+        column = texts.column[texts.of_examples(ids)]  # the host has it: to ask the device for it would wait
+        parts = [
+            torch.from_numpy(np.flatnonzero(of)).to(vectors.device) for of in (column == 0, column == 1, column > 1)
+        ]
+        labels = torch.from_numpy(np.asarray(examples.fields["labels"][ids])).to(vectors.device, non_blocking=True)
+        losses = []
+        for width in sorted({*self.spec.matryoshka_dims, vectors.shape[1]}):
+            anchors, positives, negatives = (F.normalize(vectors[part, :width]) for part in parts)
+            if self.spec.loss == "contrastive":
+                losses.append(contrastive_loss(anchors, torch.cat([positives, negatives]), self.spec.scale))
+            else:
+                losses.append(cosent_loss((anchors * positives).sum(1), labels, self.spec.scale))
+        return torch.stack(losses).mean()
+
+    def answers(self, out: Any, batch: Batch) -> dict[int, Any]:
+        """Return the vectors of each example's texts, (texts, width) fp32 in numpy."""
+        vectors, ids = self.logits(out, batch)[0].detach().cpu().numpy(), batch.ids.tolist()
+        # a split that is scored has equally many texts in all examples
+        return dict(zip(ids, vectors.reshape(len(ids), -1, vectors.shape[1]), strict=True))
+
+    def score(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
+        return self._scores(split, self.stacked(split, answers))
+
+    def further_scores(self, split: str, answers: Mapping[int, Any]) -> dict[str, float]:
+        """Return the scores of vectors that are cut to `matryoshka_dims`, such as `spearman/64`."""
+        vectors = self.stacked(split, answers)
+        return {
+            f"{name}/{width}": value
+            for width in self.spec.matryoshka_dims
+            for name, value in self._scores(split, vectors[..., :width]).items()
+        }
+
+    def agreement(self, split: str, answers: Mapping[int, Any], others: Mapping[int, Any]) -> float:
+        """Return the mean cosine of the two models' vectors of the same texts; 0 where they have other dimensions."""
+        ours, theirs = self.stacked(split, answers), self.stacked(split, others)
+        return float((_unit(ours) * _unit(theirs)).sum(-1).mean()) if ours.shape == theirs.shape else 0.0
+
+    def stacked(self, split: str, answers: Mapping[int, Any]) -> Array:
+        vectors = np.stack([answers[id] for id in range(len(answers))])
+        super().stacked(split, dict(enumerate(vectors.reshape(len(vectors), -1))))  # UserError where not finite
+        return vectors
+
+    def save(self, folder: Path) -> None:
+        self.files.write(folder, pretrained.load_config(folder, HEADLESS).get_text_config().hidden_size)
+
+    def _scores(self, split: str, vectors: Array) -> dict[str, float]:
+        if not source_of(self.spec, split).is_search:
+            first, second = _unit(vectors[:, 0]), _unit(vectors[:, 1])
+            return regression_scores((first * second).sum(-1), self.examples(split).fields["labels"])
+        vectors = vectors[:, 0]
+        return search_scores(
+            vectors if self.files.similarity == "dot" else _unit(vectors), [row.value for row in self.read(split)[1]]
+        )
+
+    def _prompt(self, name: str | None) -> str:
+        """Return what begins a text whose prompt has this name."""
+        prompts = self.files.prompts
+        return prompts.get(name or "", prompts.get(self.files.default_prompt_name or "", ""))
+
+    def _texts_of(self, examples: Examples) -> _Texts:
+        if id(examples) not in self._texts:  # those of a split are kept as long as the task
+            self._texts[id(examples)] = _Texts.of(examples)
+        return self._texts[id(examples)]
+
+
+def contrastive_loss(anchors: Tensor, candidates: Tensor, scale: float) -> Tensor:
+    """Return the cross entropy of each anchor's cosines with all candidates, mean over the anchors.
+
+    Both are (texts, width), of length 1. The first candidates are the positives of the anchors, in their order.
+    """
+    return F.cross_entropy(scale * anchors @ candidates.T, torch.arange(len(anchors), device=anchors.device))
+
+
+def cosent_loss(cosines: Tensor, scores: Tensor, scale: float) -> Tensor:
+    """Return log(1 + sum of exp(scale * (cosine i - cosine j)) over all i, j where score i is below score j)."""
+    differences = scale * (cosines[:, None] - cosines[None, :])
+    wrong = differences.masked_fill(scores[:, None] >= scores[None, :], -torch.inf)
+    return torch.cat([wrong.new_zeros(1), wrong.flatten()]).logsumexp(0)
+
+
+def search_scores(vectors: Array, rows: Sequence[EmbeddingRow]) -> dict[str, float]:
+    """Return the `ranking_scores` of a search, whose queries come before its documents.
+
+    `vectors` are (rows, width). Documents of equal similarity are in their order.
+    """
+    queries = [row for row in rows if row.relevant is not None]
+    places = {row.id: place for place, row in enumerate(rows[len(queries) :])}
+
+    def rankings() -> Iterator[tuple[list[float], list[float]]]:
+        for start in range(0, len(queries), _QUERIES):
+            similar = vectors[start : min(start + _QUERIES, len(queries))] @ vectors[len(queries) :].T
+            order = np.argsort(-similar, axis=1, kind="stable")[:, :_RESULTS].tolist()
+            for query, results in zip(queries[start : start + _QUERIES], order, strict=True):
+                grades = {places[id]: grade for id, grade in (query.relevant or {}).items()}
+                yield [grades.get(place, 0.0) for place in results], [*grades.values()]
+
+    return ranking_scores(rankings())
+
+
+def _unit(vectors: Array) -> Array:
+    """Scale vectors to length 1; one of length 0 stays."""
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
