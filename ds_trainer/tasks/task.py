@@ -292,11 +292,12 @@ class Task(ABC):
         """Whether `output_of` takes models with another tokenizer; by default where a row of `logits` is an example."""
         return self.logits_of == "example"
 
-    def output_of(self, reader: Task, predict: Predict, batch: Batch) -> Any:
-        """Return the output of a model with another tokenizer, laid out as that of this task's model for `batch`.
+    def reads_otherwise(self, folder: str | Path) -> str:
+        """Return in words how the model of a folder reads the same tokens otherwise than this task's; "" by default."""
+        return ""
 
-        `reader` is this task with the other tokenizer, and `predict` runs the model on a batch of it.
-        """
+    def output_of(self, reader: Task, predict: Predict, batch: Batch) -> Any:
+        """Return the output of a model with the tokens of `reader` for a batch, laid out as that of this task."""
         theirs = reader.examples(batch.split)
         assert len(theirs) == len(self.examples(batch.split)), "one row is one example, whatever the tokenizer"
         return predict(reader.collate(theirs, batch.ids.numpy()).to(batch.mask.device))

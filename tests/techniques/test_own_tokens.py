@@ -14,9 +14,10 @@ from support.killing import alike
 from support.launching import log_of, train
 from support.tiny_tokenizers import SENTENCES, byte_pairs, word_pieces
 from support.zeroed import FAMILIES, randomised
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from ds_trainer.models.pretrained import load_tokenizer
+from ds_trainer.models.sentence_files import SentenceFiles
 from ds_trainer.recipe.recipe import parse_task
 from ds_trainer.recipe.technique_specs import DistillSpec
 from ds_trainer.tasks.evaluation import evaluate, forward_of, score_folder
@@ -117,6 +118,49 @@ def test_another_length_is_another_cache(tmp_path):
     for source, fields in ((student, {}), (student, SHORT), (student, SHORT), (same, {}), (same, SHORT)):
         started(spec, source, teacher, tmp_path / "cache", cache_teacher=True, **fields)
     assert len(list((tmp_path / "cache").glob("teacher-*"))) == 4
+
+
+@pytest.mark.parametrize(("family", "pooling", "prompt"), [("roberta", "cls", ""), ("bert", "mean", "the: ")])
+def test_vectors_are_those_of_the_teachers_own_folder(family, pooling, prompt, tmp_path):
+    """Its tokenizer, its width, its pooling and its prompt, live and from the cache, and its own score; also where it
+    has the student's tokenizer."""
+    widths = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 16}
+    for name, kind, fields in (("teacher", family, widths), ("student", "bert", FAMILIES["bert"])):
+        tokenizer = TOKENIZERS[kind]()
+        fields = fields | {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+        torch.manual_seed(0)
+        randomised(AutoModel.from_config(AutoConfig.for_model(kind, **fields))).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    given = {"pooling": pooling, "prompts": {"start": prompt}, "default_prompt_name": "start"} if prompt else {}
+    SentenceFiles(**{"pooling": pooling, **given}).write(tmp_path / "teacher", 24)
+    teacher, student = str(tmp_path / "teacher"), str(tmp_path / "student")
+    texts = [(f"{SENTENCES[at][:9]}.", f"{SENTENCES[at - 1][9:30]}.") for at in range(5)]
+    rows = ["\t".join([*pair, str(at)]) for at, pair in enumerate(texts)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["a\tb\ts", *rows]))
+    source = {"file": "pairs.tsv", "text_columns": ["a", "b"]}
+    scored = [source | {"score_column": "s"}]
+    spec = {"data_dir": str(tmp_path), "train": [source], "validation": scored, "max_seq_length": 32}
+    spec = parse_task({"name": "embedding", **spec})
+    alone = AutoModel.from_pretrained(teacher).eval()
+    for cached, close in ((False, {"rtol": 1e-4, "atol": 1e-5}), (True, {"rtol": 2e-3, "atol": 2e-3})):
+        task, model, technique = started(
+            spec, student, teacher, tmp_path / "cache", cache_teacher=cached, terms=["mse"]
+        )
+        batch = task.collate(task.examples("train"), [3, 1])
+        (vectors,) = technique._targets(batch).logits
+        read = [prompt + text.strip() for at in (3, 1) for text in texts[at]]
+        tokens = load_tokenizer(teacher)(read, padding=True, return_tensors="pt")
+        with torch.no_grad():
+            states = alone(tokens["input_ids"], attention_mask=tokens["attention_mask"]).last_hidden_state
+        mask = tokens["attention_mask"][..., None]
+        expected = states[:, 0] if pooling == "cls" else (states * mask).sum(1) / mask.sum(1)
+        torch.testing.assert_close(vectors, torch.nn.functional.normalize(expected), **close)
+        assert technique.terms(Forward(batch, model(**batch.inputs), 0))["distill.mse"] > 0
+    scores = evaluate(forward_of(model), task, 4, [technique.views]).scores
+    for name, value in score_folder(build_task(spec, teacher, tmp_path / "cache"), teacher, 3).scores.items():
+        assert scores[f"teacher/{name}"] == pytest.approx(value, abs=1e-6)
+    with pytest.raises(ValueError, match="and the terms cos and hidden compare states token by token"):
+        started(spec, student, teacher, tmp_path / "cache", terms=["cos"])
 
 
 def sentences(folder: Path, **fields: Any) -> Any:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ds_trainer.models import pretrained
 from ds_trainer.models.pretrained import HEADLESS
-from ds_trainer.models.sentence_files import has_sentence_files, read_sentence_files
+from ds_trainer.models.sentence_files import SentenceFiles, has_sentence_files, read_sentence_files
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import EmbeddingSpec
 from ds_trainer.tasks.data import Array, ExampleIds, Examples
@@ -34,7 +34,7 @@ from ds_trainer.tasks.embedding import embedding_data
 from ds_trainer.tasks.embedding.embedding_data import EmbeddingRow, source_of
 from ds_trainer.tasks.records import Row
 from ds_trainer.tasks.scores import ranking_scores, regression_scores
-from ds_trainer.tasks.task import Batch, Task, Unit
+from ds_trainer.tasks.task import Batch, Predict, Task, Unit
 
 _LONGEST = 512
 """The length at which texts are cut where neither the task nor the folder says it, in tokens."""
@@ -79,6 +79,7 @@ class EmbeddingTask(Task):
     regression, vectors = True, True
     logits_of = "position"
     logits_unit: Unit = "label"
+    across_tokenizers = True
 
     def __init__(self, spec: EmbeddingSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         files = read_sentence_files(source)
@@ -174,6 +175,24 @@ class EmbeddingTask(Task):
             places = mask.sum(1) - 1 if self.files.pooling == "lasttoken" else torch.zeros_like(mask[:, 0])
             vectors = states[torch.arange(len(states), device=states.device), places]
         return (F.normalize(vectors) if self.files.normalize else vectors,)
+
+    def reads_otherwise(self, folder: str | Path) -> str:
+        def manner(files: SentenceFiles) -> tuple[Any, ...]:
+            prompts = {**files.prompts, **self.spec.prompts}.items()
+            return self.spec.pooling or files.pooling, {pair for pair in prompts if pair[1]}, files.default_prompt_name
+
+        return "another pooling or other prompts" if manner(read_sentence_files(folder)) != manner(self.files) else ""
+
+    def output_of(self, reader: Task, predict: Predict, batch: Batch) -> Any:
+        """Give every token of a text the vector that the other model has for it, which any pooling gives again."""
+
+        def pooled(theirs: Batch) -> Any:
+            out = predict(theirs)
+            (vectors,) = reader.logits(out, theirs)
+            out.last_hidden_state = vectors[:, None].expand(-1, batch.mask.shape[1], -1)
+            return out
+
+        return super().output_of(reader, pooled, batch)
 
     def compared(self, out: Any, batch: Batch) -> Tensor:
         return self.logits(out, batch)[0]

@@ -159,17 +159,21 @@ def remembering(teacher: Teacher) -> Callable[[Batch], Outputs]:
 
 
 def has_own_tokens(task: Task, spec: DistillSpec, tokenizer: Any) -> bool:
-    """Return whether the teacher reads the texts by its own tokenizer: it lacks tokens, or cuts texts elsewhere.
+    """Return whether the teacher reads the texts by its own tokenizer, since not all of its tokens are the student's.
 
     UserError for a task or a term that compares token by token.
     """
     unknown = sorted(task.tokenizer.get_vocab().keys() - tokenizer.get_vocab().keys())
-    if not unknown and spec.teacher_max_seq_length is None:
-        return False
-    why, way_out = "teacher_max_seq_length is set, with which a teacher cuts texts elsewhere", "drop it"
+    otherwise = task.reads_otherwise(spec.teacher)
     if unknown:
         why = f"the student has tokens that the teacher {spec.teacher} does not have, such as {listed(unknown, 5)}"
         way_out = "take a teacher with the student's tokenizer, or with the one that its vocabulary was cut from"
+    elif otherwise:
+        why, way_out = f"the teacher {spec.teacher} has {otherwise}", "take a teacher that reads as the student does"
+    elif spec.teacher_max_seq_length:
+        why, way_out = "teacher_max_seq_length is set, with which a teacher cuts texts elsewhere", "drop it"
+    else:
+        return False
     if not task.across_tokenizers:
         raise UserError(f"{why}, and answers of {task.spec.name} are compared token by token: {way_out}")
     if spec.compared_layers:
