@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = ["ranks", "files", "recipe", "models", "tasks", "techniques", "cuts", "engine", "report", "deploy", "run"]
 ORDER += ["tune", "cli"]
 """The packages from the bottom to the top. A package imports only those before it, and itself."""
-MOST_LINES = 15_492
+MOST_LINES = 15_670
 """The lines of code that `ds_trainer/` may have in all. An issue raises it only by what it adds."""
 
 
@@ -89,7 +89,7 @@ def test_techniques_and_tasks_do_not_know_each_other():
             others = [f"ds_trainer.{kind}.{other.name}." for other in families if other != family]
             others += [
                 f"ds_trainer.tasks.{name}."
-                for name in ("text", "squad", "lm", "token", "embedding")
+                for name in ("text", "squad", "lm", "token", "embedding", "rerank")
                 if kind == "techniques"
             ]
             assert [other for other in others if other in text] == []

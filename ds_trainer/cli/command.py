@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
     def add_common_flags(self, set_help: str) -> None:
         """Add the flags of every command that has a task, training included."""
         add = self.add_argument
-        add("--task_name", help="a GLUE task, docstrings, text, ner, token, squad, mlm, clm or embedding")
+        add("--task_name", help="a GLUE task, docstrings, text, ner, token, squad, mlm, clm, embedding or rerank")
         add("--data_dir", help="folder of the task's files")
         add("--set", action="append", default=[], metavar="PATH=JSON", help=set_help)
         add("--cache_dir", help="where tokenised data are kept ($DS_TRAINER_CACHE, ~/.cache/ds_trainer)")

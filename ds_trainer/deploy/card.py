@@ -22,7 +22,7 @@ from ds_trainer.files.run_folder import CARD, CARD_MARK, is_own_card
 from ds_trainer.files.writing import write_whole
 from ds_trainer.models.folders import as_user_error, has_safetensors, is_compact, is_hub_name
 from ds_trainer.models.layers import FIELD
-from ds_trainer.models.sentence_files import MODULES_FILE
+from ds_trainer.models.sentence_files import ACTIVATION, MODULES_FILE
 from ds_trainer.ranks import distributed
 from ds_trainer.recipe.exit_specs import EXITS_FILE
 from ds_trainer.recipe.jobs import EXPORT_REPORT, INT8_FILE, ONNX_FILE, REPLACED, ExportJob
@@ -119,11 +119,11 @@ def _write(
     config, name = read_object(folder / "config.json"), "/".join(folder.absolute().parts[-2:])
     classes = config.get("architectures") or []
     kind = next((kind for kind in _TASKS if any(one.endswith(kind) for one in classes)), "")
-    embeds, base = (folder / MODULES_FILE).exists(), source
-    does = "sentence-similarity" if embeds else _TASKS.get(kind)
+    named, base = _sentence_class(folder, config), source
+    does = {"SentenceTransformer": "sentence-similarity", "CrossEncoder": "text-ranking"}.get(named, _TASKS.get(kind))
     if source and not is_hub_name(source):  # the base of a folder is that which its own card names
         base = ModelCard.load(Path(source) / CARD).data.base_model if is_own_card(Path(source) / CARD) else None
-    library = "sentence-transformers" if embeds else "transformers"
+    library = "sentence-transformers" if named else "transformers"
     head = ModelCardData(base_model=base, library_name=library, pipeline_tag=does, tags=["ds_trainer"])
     if does and task:
         data = task.dataset or task.name
@@ -149,12 +149,8 @@ def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
     exits = (folder / EXITS_FILE).exists()
     if has_safetensors(folder) or any(folder.glob("pytorch_model*")):
         library, loads = "transformers", f'{auto}.from_pretrained("FOLDER"{trust})'
-        if (folder / MODULES_FILE).exists():
-            library, auto, loads = (
-                "sentence_transformers",
-                "SentenceTransformer",
-                f'SentenceTransformer("FOLDER"{trust})',
-            )
+        if named := _sentence_class(folder, config):
+            library, auto, loads = "sentence_transformers", named, f'{named}("FOLDER"{trust})'
         yield f"```python\nfrom {library} import {auto}\n\nmodel = {loads}\n```"
         if FIELD in config:
             yield _OWN_SIZES
@@ -164,6 +160,11 @@ def _ways(folder: Path, config: Mapping[str, Any], kind: str) -> Iterator[str]:
     if (folder / ONNX_FILE).exists():
         files = [f"`{name}`" for name in (ONNX_FILE, INT8_FILE) if (folder / name).exists()]
         yield f"{' and '.join(files)}: in onnxruntime, by the program of ds_trainer's docs/export.md."
+
+
+def _sentence_class(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return the class of sentence-transformers that opens a folder, "" where none does."""
+    return "SentenceTransformer" if (folder / MODULES_FILE).exists() else "CrossEncoder" * (ACTIVATION in config)
 
 
 def _section(recipe: Recipe) -> list[str]:

@@ -128,7 +128,7 @@ def measure_costs(models: Mapping[str, tuple[Path, Task]]) -> dict[str, dict[str
     for name, (_, task) in timed.items():
         if "latency" in costs[name]:
             chosen = chosen_examples(task, max(BATCH_SIZES))
-            sequences, rows = task.sequences(task.examples(task.splits[0]), np.array(chosen))
+            sequences, rows = task.examples(task.splits[0]).batch_rows(np.array(chosen))
             costs[name]["measured_on"] = {
                 "threads": threads,
                 "device": machine.device_name(),

@@ -35,6 +35,7 @@ from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.jobs import trust_in_force
 
+_LONGEST = 512
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
 
 
@@ -238,6 +239,12 @@ def check_fits(model: Any, tokenizer: Any, max_seq_length: int) -> None:
             f"the tokenizer's largest token id is {largest} and the model embeds {embeddings} tokens, from 0: they do "
             f"not belong together"
         )
+
+
+def default_length(tokenizer: Any, config: Any) -> int:
+    """Return the tokens at which a model's texts are cut where nothing else says it, 512 at most."""
+    positions = getattr(config, "max_position_embeddings", None) or _LONGEST
+    return int(min(tokenizer.model_max_length, positions, _LONGEST))  # one without a limit has an immense one
 
 
 def pad_token_id(tokenizer: Any) -> int:

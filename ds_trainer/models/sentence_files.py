@@ -36,6 +36,8 @@ _OLD_POOLING: dict[str, str] = {
 """The flags of folders that versions before 5.3 have written, and the mode that each stands for."""
 _SIMILARITIES = ("cosine", "dot")
 _CLASSES = "sentence_transformers.models"
+ACTIVATION = "sentence_transformers"
+"""The field of a cross-encoder's config that names the function which makes a score of its logit."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,31 @@ class SentenceFiles:
 
 
 def copy_sentence_files(source: str | Path, folder: Path) -> None:
-    """Write the files of a folder or hub name, if it has some, into the folder of a model that was made of it."""
+    """Write what the files of a folder or hub name say, if it has some, into the folder of a model made of it."""
+    path = folder / "config.json"
+    if _activation(source):
+        write_json(path, read_object(path) | {ACTIVATION: {"activation_fn": _activation(source)}})
     if has_sentence_files(source):
-        config = read_object(folder / "config.json")
+        config = read_object(path)
         width = next(config[name] for name in ("hidden_size", "dim", "d_model", "n_embd") if name in config)
         read_sentence_files(source).write(folder, width)
 
 
 def has_sentence_files(source: str | Path) -> bool:
-    """Return whether a folder or hub name is one of sentence-transformers."""
-    return _read(source, MODULES_FILE) is not None
+    """Return whether a folder or hub name is one of sentence-transformers, and no cross-encoder."""
+    return _read(source, MODULES_FILE) is not None and not _activation(source)
+
+
+def activation_of(source: str | Path) -> str:
+    """Return the name of the function that `CrossEncoder` applies to the logit of a folder or hub name."""
+    return _activation(source) or "torch.nn.modules.activation.Sigmoid"
+
+
+def _activation(source: str | Path) -> str | None:
+    """Return the function that the folder of a cross-encoder names: versions 3, 4 and 6 write it to three places."""
+    config, files = _read(source, "config.json") or {}, _read(source, _MODEL_FILE) or {}
+    named = files.get("activation_fn") or (config.get(ACTIVATION) or {}).get("activation_fn")
+    return named or config.get("sbert_ce_default_activation_function")
 
 
 def read_sentence_files(source: str | Path) -> SentenceFiles:

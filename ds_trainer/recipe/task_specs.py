@@ -1,8 +1,8 @@
 """The task section of a recipe: labelled text, tags of words, question answering, language modelling, embeddings.
 
 The name selects the family: "squad" is extractive question answering, "mlm" and "clm" are language modelling, "ner" and
-"token" are tags of words, "embedding" is vectors of texts, all others are labelled text. Whether the files exist is
-checked in `tasks/`.
+"token" are tags of words, "embedding" is vectors of texts, "rerank" is documents ranked for queries, all others are
+labelled text. Whether the files exist is checked in `tasks/`.
 """
 
 from __future__ import annotations
@@ -189,12 +189,13 @@ class LmSpec(TaskBase):
 
 
 class TextSource(Strict):
-    """Texts of an embedding task: a file, a folder in the layout of BEIR (arXiv 2104.08663), or a data set of the hub.
+    """Texts to embed or to rank: a file, a folder in the layout of BEIR (arXiv 2104.08663), or a data set of the hub.
 
     A table has a text in each column: a text alone; or an anchor and a positive, and then negatives; or, with
     `score_column`, two texts and how alike they are. A cell of a column of negatives may be a list of them. "lines" has
     a text in each line. "stsb" is the STS benchmark as it is published. "squad" and "beir" are queries and the
-    documents that answer them: pairs to train on, or a search to be scored.
+    documents that answer them: pairs to train on, or a search to be scored. For a rerank task a table has a query, the
+    documents that answer it and those that do not, and any cell but the query's may be a list.
     """
 
     file: str | None = Field(None, description="relative to data_dir; of beir the folder")
@@ -253,19 +254,35 @@ class TextSource(Strict):
             yield f"prompts has {len(self.prompts)} names for {self.texts} texts: write one each, or null"
 
 
-class EmbeddingSpec(TaskBase):
+class SourcesSpec(TaskBase):
+    """A task that reads several sources of texts."""
+
+    greater_is_better = dict.fromkeys(("spearman*", "pearson*", "ndcg@*", "mrr@*", "recall@*"), True)
+
+    train: list[TextSource] = Field([], description="the texts to train on, one source after another")
+    validation: list[TextSource] = Field(min_length=1, description="what is scored; the first source is the main one")
+
+    @property
+    def scored_splits(self) -> tuple[str, ...]:
+        return tuple(source.label for source in self.validation)
+
+    def source_mistakes(self) -> list[str]:
+        given = [name for name in ("dataset", "train_file", "validation_file") if getattr(self, name)]
+        return [f"{', '.join(given)}: the task {self.name} has its sources in train and validation"] if given else []
+
+    def mistakes(self) -> Iterator[str]:
+        labels = self.scored_splits
+        if repeated := {label for label in labels if labels.count(label) > 1 or label == "train"}:
+            yield f"validation: the name {listed(repeated)} is taken: give each source a name of its own"
+
+
+class EmbeddingSpec(SourcesSpec):
     """Vectors of texts: train them by pairs, scored pairs, or a teacher alone; score them by similarity and by search.
 
     What is null is as the folder of the model says, in the files that sentence-transformers writes.
     """
 
-    greater_is_better = dict.fromkeys(("spearman*", "pearson*", "ndcg@*", "mrr@*", "recall@*"), True)
-
     name: Literal["embedding"] = Field(description="selects the family")
-    train: list[TextSource] = Field([], description="the texts to train on, one source after another")
-    validation: list[TextSource] = Field(
-        min_length=1, description="scored pairs, or searches; the first is the main one"
-    )
     loss: Literal["contrastive", "cosent", "none"] = Field(
         "contrastive", description="of pairs; cosent of scored pairs; none: the texts are for a teacher or a cut alone"
     )
@@ -276,18 +293,8 @@ class EmbeddingSpec(TaskBase):
     prompts: dict[str, str] = Field({}, description="further prompts, by name, that begin texts")
     max_seq_length: Length | None = Field(None, description="tokens at which texts are cut, special ones included")
 
-    @property
-    def scored_splits(self) -> tuple[str, ...]:
-        return tuple(source.label for source in self.validation)
-
-    def source_mistakes(self) -> list[str]:
-        given = [name for name in ("dataset", "train_file", "validation_file") if getattr(self, name)]
-        return [f"{', '.join(given)}: an embedding task has its sources in train and validation"] if given else []
-
     def mistakes(self) -> Iterator[str]:
-        labels = self.scored_splits
-        if repeated := {label for label in labels if labels.count(label) > 1 or label == "train"}:
-            yield f"validation: the name {listed(repeated)} is taken: give each source a name of its own"
+        yield from super().mistakes()
         for source in self.validation:
             if not (source.is_scored or source.is_search):
                 yield f"validation: {source.label} has no scores: name its score_column, or a search (squad, beir)"
@@ -301,7 +308,27 @@ class EmbeddingSpec(TaskBase):
                 )
 
 
-TaskSpec = TextSpec | SquadSpec | LmSpec | TokenSpec | EmbeddingSpec
+class RerankSpec(SourcesSpec):
+    """Documents ranked for a query by a cross-encoder, which reads the query and a document as a pair of texts."""
+
+    name: Literal["rerank"] = Field(description="selects the family")
+    loss: Literal["bce", "softmax"] = Field(
+        "bce", description="binary cross entropy of each pair, or cross entropy over the documents of a query"
+    )
+    negatives: Whole = Field(7, description="of squad and beir: how many documents a query gets that do not answer it")
+    max_seq_length: Length | None = Field(None, description="tokens of a pair; by default the model's, 512 at most")
+
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        for source in (*self.train, *self.validation):
+            if source.is_scored or source.texts < 2 or source.prompts:
+                yield (
+                    f"{source.label}: text_columns name a query, the documents that answer it, and those that do not; "
+                    f'or the format is "squad" or "beir". Scores, lines and prompts are not read here'
+                )
+
+
+TaskSpec = TextSpec | SquadSpec | LmSpec | TokenSpec | EmbeddingSpec | RerankSpec
 
 
 class Family(NamedTuple):
@@ -335,6 +362,9 @@ FAMILIES: dict[str, Family] = {
         "ds_trainer.tasks.embedding.embedding_task:EmbeddingTask",
         "ds_trainer.tasks.embedding.embedding_data",
         ("embedding",),
+    ),
+    "rerank": Family(
+        RerankSpec, "ds_trainer.tasks.rerank.rerank_task:RerankTask", "ds_trainer.tasks.rerank.rerank_data", ("rerank",)
     ),
 }
 """Every family of tasks, by its name: the only table to extend. Entries added after `recipe.py` has been imported take

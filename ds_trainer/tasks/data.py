@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +36,8 @@ T = TypeVar("T")
 Array = NDArray[Any]
 ExampleIds = NDArray[np.int64]
 """Indices of examples in their split."""
+COLUMN = "column"
+"""The column of tokens that tells the sequences of an example apart: their number in it, from 0."""
 Chunk = Mapping[str, Any]
 """Examples by columns: of tokens, whose lists have the same length for all columns of an example, and of fields."""
 
@@ -62,6 +64,19 @@ class Examples:
         """(n,) tokens of each example."""
         return np.diff(self.offsets)
 
+    @cached_property
+    def sequences(self) -> "Sequences":
+        """The sequences of all examples, where the tokens have a `COLUMN`."""
+        column, offsets = np.asarray(self.tokens[COLUMN]), np.asarray(self.offsets)
+        starts = np.union1d(offsets[:-1], np.flatnonzero(np.diff(column)) + 1)
+        tokens = {name: values for name, values in self.tokens.items() if name != COLUMN}
+        rows = Examples(np.append(starts, offsets[-1]), tokens)
+        return Sequences(rows, np.searchsorted(starts, offsets), column[starts])
+
+    def batch_rows(self, ids: ExampleIds) -> tuple["Examples", ExampleIds]:
+        """Return what the rows of a batch of these examples are, in order: their sequences, or the examples."""
+        return (self.sequences.rows, self.sequences.of_examples(ids)) if COLUMN in self.tokens else (self, ids)
+
     def row(self, index: int) -> dict[str, Array]:
         """Return the token columns of one example, without copying."""
         start, end = self.offsets[index], self.offsets[index + 1]
@@ -84,6 +99,35 @@ class Examples:
             name: np.where(mask, flat[index], fill.get(name, 0)).astype(np.int64) for name, flat in self.tokens.items()
         }
         return padded | {"attention_mask": mask.astype(np.int64)}
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Examples that have several sequences each: those of example i are the `rows` from `first[i]` to `first[i + 1]`.
+
+    `column` is the number of each sequence in its example.
+    """
+
+    rows: Examples
+    first: Array
+    column: Array
+
+    def of_examples(self, ids: ExampleIds) -> ExampleIds:
+        """Return the rows of some examples, in their order."""
+        return np.concatenate([np.arange(self.first[id], self.first[id + 1]) for id in ids])
+
+
+def joined(encoded: Chunk, counts: Iterable[int]) -> dict[str, Any]:
+    """Return examples of sequences, as many as `counts` has for each: the token columns joined, and `COLUMN`."""
+    columns: dict[str, Any] = {name: [] for name in (*encoded, COLUMN)}
+    start = 0
+    for count in counts:
+        places = range(start, start := start + count)
+        for name, values in encoded.items():
+            columns[name].append([token for place in places for token in values[place]])
+        lengths = [len(encoded["input_ids"][place]) for place in places]
+        columns[COLUMN].append(list(chain.from_iterable(map(repeat, range(count), lengths))))
+    return columns
 
 
 def pack(chunks: Iterable[Chunk], dtypes: Mapping[str, Any]) -> Examples:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ds_trainer.tasks.task import PAD_LOGIT, Task
+from ds_trainer.tasks.task import PAD_LOGIT, Batch, Task
 
 Kind = Literal["forward", "reverse", "js"]
 
@@ -81,6 +81,20 @@ def similarity_divergence(student: Tensor, teacher: Tensor, temperature: float, 
         unit = F.normalize(vectors.float())
         logits.append((20 * unit @ unit.T).fill_diagonal_(PAD_LOGIT))
     return divergence(logits[0], logits[1], temperature, kind)
+
+
+def margin_mse(student: Tensor, teacher: Tensor, batch: Batch) -> Tensor:
+    """Return the squared difference of the two models' margins (arXiv 2010.02666), mean over queries.
+
+    A margin is the score of a document that answers a query less that of one which does not. Of a query with several,
+    it is the mean over all such pairs; one without any counts 0. Scores are (documents, 1); see `Task.by_query`.
+    """
+    answers, query = batch.labels.unbind(1)
+    difference = (student.float() - teacher.float()).squeeze(-1)
+    pairs = (query[:, None] == query) & (answers[:, None] > answers)
+    in_query = (query[:, None] == query).float() @ pairs.sum(1, dtype=torch.float32)
+    squares = (difference[:, None] - difference).square() * pairs / in_query.clamp(min=1)[:, None]
+    return squares.sum() / len(batch.ids)
 
 
 def yes_and_no(logits: Tensor) -> Tensor:

@@ -127,6 +127,7 @@ class Task(ABC):
     regression: whether `logits` are values to be compared by their difference, instead of scores of classes.
     multi_label: whether each column of `logits` is a class of its own that an example has or has not.
     vectors: whether `logits` are vectors, which mean something by their similarity to each other.
+    by_query: whether `logits` are scores of documents; `labels` (rows, 2) are then whether it answers, and its query.
     logits_of: what a row of `logits` is for. "example": one example, whose columns are classes. "token": one example,
         whose columns are its tokens. "position": one unit "label" of an example, in their order.
     compares_examples: whether `loss` compares the examples of a step with each other, by their `compared` values.
@@ -139,7 +140,7 @@ class Task(ABC):
     For the cache:
 
     family: the name of the family in the cache's key; by default the name of the task.
-    token_columns: the dtypes of the columns of tokens that `encode` returns.
+    token_columns: the dtypes of the columns of tokens that `encode` returns; with `COLUMN` an example has several rows.
     hashed_fields: the fields of the spec that decide on the tokenised examples; by default all that the spec adds.
     hashed_if_set: further ones, which came with a later version: unless they are set, the key is that of earlier ones.
     row_fields: the fields of the spec that decide which rows are read.
@@ -155,6 +156,7 @@ class Task(ABC):
     regression: bool = False
     multi_label: bool = False
     vectors: ClassVar[bool] = False
+    by_query: ClassVar[bool] = False
     compares_examples: bool = False
     logits_of: ClassVar[Literal["example", "token", "position"]] = "example"
     loss_unit: Unit = "example"
@@ -246,7 +248,7 @@ class Task(ABC):
         Random inputs (the masks of MLM) are a function of the example and of `draw`, which is 0 at evaluation.
         """
         ids = np.asarray(ids, dtype=np.int64)
-        inputs, others = self.padded_inputs(examples, ids)
+        inputs, others = self.padded_inputs(*examples.batch_rows(ids))
         labels = examples.fields["labels"][ids]
         labels = labels if labels.dtype.kind == "f" else labels.astype(np.int64)
         return Batch(inputs, torch.from_numpy(labels), torch.from_numpy(ids), others)
@@ -263,13 +265,12 @@ class Task(ABC):
         """Return how many rows of `compared` these training examples have."""
         return len(ids)
 
-    def sequences(self, examples: Examples, ids: ExampleIds) -> tuple[Examples, ExampleIds]:
-        """Return what the rows of a batch of these examples are, in order: by default the examples themselves."""
-        return examples, ids
-
     def timed_inputs(self, examples: Examples, ids: Sequence[int]) -> dict[str, Tensor]:
         """Return a batch of as many rows as there are ids, of these examples, by which a model is timed."""
-        return self.collate(examples, ids).inputs
+        sequences, rows = examples.batch_rows(np.asarray(ids))
+        if sequences is examples:
+            return self.collate(examples, ids).inputs
+        return self.padded_inputs(sequences, rows[:: len(rows) // len(ids)][: len(ids)])[0]
 
     def save(self, folder: Path) -> None:  # noqa: B027 - most tasks have none
         """Write the files that belong beside a model of this task into its folder."""
@@ -326,7 +327,7 @@ class Task(ABC):
         The counts come from the memory of the host. So each rank can sum them up over the global batch before its first
         forward, without waiting for another rank or for the device.
         """
-        return {"token": int(examples.lengths[ids].sum())}
+        return {"token": int(examples.lengths[ids].sum()), "label": len(examples.batch_rows(ids)[1])}
 
     def check_trained(self, folder: str | Path) -> None:
         """Raise UserError if a model has no trained head for this task, since its score would mean nothing."""
@@ -351,9 +352,10 @@ class Task(ABC):
 
     def description(self, rows: Sequence[Row[Any]], examples: Examples) -> str:
         """Say in words which examples the rows of a split became."""
-        at_limit = int((examples.lengths >= self.spec.max_seq_length).sum())
-        mean = f"{examples.lengths.mean():.1f} tokens on average"
-        return f"{len(examples):,} examples, {mean}, {at_limit:,} at max_seq_length"
+        lengths = examples.batch_rows(np.arange(len(examples)))[0].lengths
+        of = f" of {len(lengths):,} sequences" * (len(lengths) != len(examples))
+        at_limit = int((lengths >= self.spec.max_seq_length).sum())
+        return f"{len(examples):,} examples{of}, {lengths.mean():.1f} tokens on average, {at_limit:,} at max_seq_length"
 
     def artifacts(self, split: str, answers: Mapping[int, Any]) -> dict[str, Any]:
         """Return files by name, text or JSON values, that users expect beside the scores, such as predictions."""

@@ -161,7 +161,7 @@ class ToyTask:
 
     head, regression, inputs_vary, logits_of = CLASSIFIER, False, False, "example"
     loss_unit = logits_unit = "example"
-    over_vocabulary = multi_label = vectors = False
+    over_vocabulary = multi_label = vectors = by_query = False
     tokenizer = train_tokenizer(["the tokens that a teacher reads"], 40, True)
 
     def loss(self, out, batch):
@@ -377,6 +377,7 @@ TOP_K = "clm-top_k"
 _LM = {"train_file": "text.txt", "min_seq_length": 2}
 _GROUPS = {"file": "groups.jsonl"}
 _SCORED = _GROUPS | {"text_columns": ["a", "p"], "score_column": "s"}
+_LISTS = _GROUPS | {"text_columns": ["a", "n2", "n"]}
 _PACKED = {"packing": True, "min_seq_length": 2}
 VARIANTS = {
     **dict.fromkeys(("mlm", "mlm-everywhere", "clm", TOP_K), _LM),
@@ -389,8 +390,11 @@ VARIANTS = {
         "matryoshka_dims": [8],
     },
     "embedding-cosent": {"train": [_SCORED], "validation": [_SCORED], "loss": "cosent"},
+    "rerank": {"train": [_LISTS], "validation": [_LISTS]},
+    "rerank-softmax": {"train": [_LISTS], "validation": [_LISTS], "loss": "softmax"},
 }
-"""What a task has beyond its name. Rows of packed documents have many labels or few, and anchors many negatives."""
+"""What a task has beyond its name. Rows of packed documents have many labels or few, anchors and queries many negatives
+or none."""
 CUTS = {1: (1, 8), 2: (1, 4)}
 """The numbers of micro-batches a rank, by the number of ranks."""
 
@@ -480,6 +484,7 @@ def _folders() -> str:
     (folder / "tags.conll").write_text("\n\n".join(tagged) + "\n")
     (folder / "more.txt").write_text("\n".join(_LINES * 3) + "\n")
     groups = [{"a": line, "p": "dog " + line, "n": _LINES[:place], "s": place % 3} for place, line in enumerate(_LINES)]
+    groups = [each | {"n2": ["old " + text for text in each["n"][::3]] or [each["p"]]} for each in groups]
     (folder / "groups.jsonl").write_text("\n".join(map(json.dumps, groups)))
     asked = [{"role": "user", "content": "the dog"}]
     chats = [{"messages": [*asked, {"role": "assistant", "content": line}] * 2} for line in _LINES * 2]
@@ -497,6 +502,8 @@ def _folders() -> str:
         tags = BertConfig(**bert.to_dict() | {"id2label": dict(enumerate(_TAGS.values()))})
         kinds: dict[str, Any] = {"mlm": (AutoModelForMaskedLM, bert), "clm": (AutoModelForCausalLM, gpt2)}
         kinds["embedding"] = AutoModel, bert
+        score = BertConfig(**bert.to_dict() | {"num_labels": 1})
+        kinds["rerank"] = AutoModelForSequenceClassification, score
         for task, (auto, config) in (kinds | {"ner": (AutoModelForTokenClassification, tags)}).items():
             auto.from_config(config).save_pretrained(folder / task / name)
             tokenizer.save_pretrained(folder / task / name)

@@ -174,6 +174,7 @@ UNHASHED = {
     "lm": {"mlm_mask_prop", "word_mask", "word_keep", "word_rand", "mlm_smoothing", "head_positions"},
     "token": set(),
     "embedding": {"train", "validation", "scale", "matryoshka_dims", "pooling", "normalize", "prompts"},
+    "rerank": {"train", "validation", "loss"},
 }
 """The fields of each family that do not decide on the tokens, or are in the hash of the file or the labels, or in
 `hashed_values`."""

@@ -232,7 +232,7 @@ def test_a_bert_teacher_of_a_distilbert_student_sees_token_types(spec, teacher, 
 def test_a_regression_distils_by_squared_error():
     """The logits term is the mean squared difference of the scores at any temperature; no other divergence is taken."""
     task = SimpleNamespace(
-        regression=True, vectors=False, inputs_vary=False, over_vocabulary=False, logits_unit="example"
+        regression=True, vectors=False, by_query=False, inputs_vary=False, over_vocabulary=False, logits_unit="example"
     )
     one, two = torch.randn(2, 5, 1)
     torch.testing.assert_close(soft_target_loss(task, one, two, 3.0), (one - two).square().mean())

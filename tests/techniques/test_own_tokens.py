@@ -74,6 +74,23 @@ def pairs(folder: Path, kind: str) -> Any:
     return parse_task({"name": "text", "max_seq_length": 24, **files, **which, **columns})
 
 
+def test_lists_are_scored_in_the_tokens_of_the_teacher(tmp_path):
+    """Live and from the cache a reranker's logits of the pairs of a batch are those of the teacher alone."""
+    rows = [{"q": text, "good": SENTENCES[0], "bad": SENTENCES[1 : 1 + at]} for at, text in enumerate(SENTENCES[2:6])]
+    (tmp_path / "lists.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = [{"file": "lists.jsonl", "text_columns": ["q", "good", "bad"]}]
+    task = {"name": "rerank", "data_dir": str(tmp_path), "max_seq_length": 24, "train": source, "validation": source}
+    teacher, student = (save(family, "text", [], tmp_path / family) for family in ("roberta", "bert"))
+    tokenizer, alone = load_tokenizer(teacher), AutoModelForSequenceClassification.from_pretrained(teacher).eval()
+    texts = [(rows[at]["q"], text) for at in (3, 1) for text in (rows[at]["good"], *rows[at]["bad"])]
+    with torch.no_grad():
+        expected = alone(**tokenizer(texts, padding=True, truncation=True, max_length=24, return_tensors="pt")).logits
+    for cached, close in ((False, {"rtol": 1e-4, "atol": 1e-5}), (True, {"rtol": 2e-3, "atol": 2e-3})):
+        built, _, technique = started(parse_task(task), student, teacher, tmp_path / "cache", cache_teacher=cached)
+        (logits,) = technique._targets(built.collate(built.examples("train"), [3, 1])).logits
+        torch.testing.assert_close(logits, expected, **close)
+
+
 @pytest.mark.parametrize(
     ("kind", "family", "fields"),
     [("classes", "roberta", {}), ("classes", "bert", SHORT), ("values", "roberta", SHORT), ("several", "roberta", {})],

@@ -15,7 +15,6 @@ The first two compare the examples of a step with each other, on all ranks (Grad
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,42 +28,18 @@ from ds_trainer.models.pretrained import HEADLESS
 from ds_trainer.models.sentence_files import SentenceFiles, has_sentence_files, read_sentence_files
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import EmbeddingSpec
-from ds_trainer.tasks.data import Array, ExampleIds, Examples
+from ds_trainer.tasks.data import COLUMN, Array, ExampleIds, joined
 from ds_trainer.tasks.embedding import embedding_data
-from ds_trainer.tasks.embedding.embedding_data import EmbeddingRow, source_of
+from ds_trainer.tasks.embedding.embedding_data import EmbeddingRow
 from ds_trainer.tasks.records import Row
 from ds_trainer.tasks.scores import ranking_scores, regression_scores
 from ds_trainer.tasks.task import Batch, Predict, Task, Unit
+from ds_trainer.tasks.text_sources import source_of
 
-_LONGEST = 512
-"""The length at which texts are cut where neither the task nor the folder says it, in tokens."""
 _RESULTS = 10
 """How many results of a query are scored."""
 _QUERIES = 256
 """How many queries are compared with all documents at a time."""
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """The texts of a split as rows: those of example i are `first[i]` to `first[i + 1]`.
-
-    `column` is the place of each text in its example: 0 is an anchor, 1 its positive, and higher ones are negatives.
-    """
-
-    rows: Examples
-    first: Array
-    column: Array
-
-    @classmethod
-    def of(cls, examples: Examples) -> "_Texts":
-        column, offsets = np.asarray(examples.tokens["column"]), np.asarray(examples.offsets)
-        starts = np.union1d(offsets[:-1], np.flatnonzero(np.diff(column)) + 1)
-        tokens = {name: values for name, values in examples.tokens.items() if name != "column"}
-        return cls(Examples(np.append(starts, offsets[-1]), tokens), np.searchsorted(starts, offsets), column[starts])
-
-    def of_examples(self, ids: ExampleIds) -> ExampleIds:
-        """Return the rows of some examples, in their order."""
-        return np.concatenate([np.arange(self.first[id], self.first[id + 1]) for id in ids])
 
 
 class EmbeddingTask(Task):
@@ -74,7 +49,7 @@ class EmbeddingTask(Task):
     head = HEADLESS
     family = "embedding"
     data: ClassVar[Any] = embedding_data
-    token_columns: ClassVar[Mapping[str, Any]] = {**Task.token_columns, "column": np.uint16}
+    token_columns: ClassVar[Mapping[str, Any]] = {**Task.token_columns, COLUMN: np.uint16}
     hashed_fields = ("name", "loss", "max_seq_length")
     regression, vectors = True, True
     logits_of = "position"
@@ -84,9 +59,7 @@ class EmbeddingTask(Task):
     def __init__(self, spec: EmbeddingSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         files = read_sentence_files(source)
         length = spec.max_seq_length or files.max_seq_length
-        if length is None:  # a tokenizer without a limit has an immense one
-            positions = getattr(pretrained.load_config(source, HEADLESS), "max_position_embeddings", None)
-            length = min(tokenizer.model_max_length, positions or _LONGEST, _LONGEST)
+        length = length or pretrained.default_length(tokenizer, pretrained.load_config(source, HEADLESS))
         super().__init__(spec.model_copy(update={"max_seq_length": length}), tokenizer, source, cache_dir)
         self.files = files.with_set(
             pooling=spec.pooling,
@@ -95,7 +68,6 @@ class EmbeddingTask(Task):
             prompts={**files.prompts, **spec.prompts},
         )
         self.compares_examples = spec.loss != "none"
-        self._texts: dict[int, _Texts] = {}
         for of in (*spec.train, *spec.validation):
             for name in filter(None, of.prompts or ()):
                 if name not in self.files.prompts:
@@ -106,7 +78,7 @@ class EmbeddingTask(Task):
 
     def hashed_values(self) -> list[Any]:
         sources = [source.model_dump(mode="json") for source in (*self.spec.train, *self.spec.validation)]
-        return [sources, dict(self.files.prompts), self.files.default_prompt_name]
+        return [sources, dict(self.files.prompts), self.files.default_prompt_name, self.spec.max_eval_samples]
 
     def limit(self, split: str) -> int | None:
         searched = split != "train" and source_of(self.spec, split).is_search
@@ -119,22 +91,8 @@ class EmbeddingTask(Task):
         )
         if not all(encoded["input_ids"]):
             raise UserError(f"the tokenizer makes no token of the text {texts[encoded['input_ids'].index([])]!r}")
-        columns: dict[str, list[list[int]]] = {name: [] for name in self.token_columns}
-        start = 0
-        for row in rows:
-            of_row = range(start, start := start + len(row.value.texts))
-            for name in ("input_ids", "token_type_ids"):
-                columns[name].append([token for place in of_row for token in encoded[name][place]])
-            columns["column"].append(
-                [column for column, place in enumerate(of_row) for _ in encoded["input_ids"][place]]
-            )
+        columns = joined({name: encoded[name] for name in Task.token_columns}, (len(row.value.texts) for row in rows))
         return columns | {"labels": np.array([row.value.score for row in rows], np.float32)}
-
-    def description(self, rows: Sequence[Row[Any]], examples: Examples) -> str:
-        lengths = _Texts.of(examples).rows.lengths
-        at_limit = int((lengths >= self.spec.max_seq_length).sum())
-        mean = f"{lengths.mean():.1f} tokens on average"
-        return f"{len(lengths):,} texts, {mean}, {at_limit:,} at max_seq_length"
 
     def build_model(self, folder: str | Path) -> nn.Module:
         model = pretrained.load_with_head(folder, HEADLESS)
@@ -146,25 +104,6 @@ class EmbeddingTask(Task):
             raise UserError(
                 f"{folder} is no embedding model: it has no modules.json, and a head for another task. Train it first"
             )
-
-    def sequences(self, examples: Examples, ids: ExampleIds) -> tuple[Examples, ExampleIds]:
-        texts = self._texts_of(examples)
-        return texts.rows, texts.of_examples(ids)
-
-    def collate(self, examples: Examples, ids: Sequence[int] | ExampleIds, draw: int = 0) -> Batch:
-        ids = np.asarray(ids, dtype=np.int64)
-        inputs, others = self.padded_inputs(*self.sequences(examples, ids))
-        labels = torch.from_numpy(np.asarray(examples.fields["labels"][ids]))
-        return Batch(inputs, labels, torch.from_numpy(ids), others)
-
-    def timed_inputs(self, examples: Examples, ids: Sequence[int]) -> dict[str, Tensor]:
-        """Return some of the texts of these examples, of all of which there are more."""
-        sequences, rows = self.sequences(examples, np.asarray(ids))
-        return self.padded_inputs(sequences, rows[:: len(rows) // len(ids)][: len(ids)])[0]
-
-    def counts(self, examples: Examples, ids: ExampleIds) -> dict[Unit, float]:
-        first = self._texts_of(examples).first
-        return super().counts(examples, ids) | {"label": int((first[ids + 1] - first[ids]).sum())}
 
     def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
         """Return the vectors of the texts of a batch, (texts, width) fp32, of length 1 where the folder says so."""
@@ -208,7 +147,7 @@ class EmbeddingTask(Task):
         if batch.step is not None:
             vectors, ids = batch.step.with_own(vectors), batch.step.ids
         examples = self.examples("train")
-        texts = self._texts_of(examples)
+        texts = examples.sequences
         column = texts.column[texts.of_examples(ids)]  # the host has it: to ask the device for it would wait
         parts = [
             torch.from_numpy(np.flatnonzero(of)).to(vectors.device) for of in (column == 0, column == 1, column > 1)
@@ -267,11 +206,6 @@ class EmbeddingTask(Task):
         """Return what begins a text whose prompt has this name."""
         prompts = self.files.prompts
         return prompts.get(name or "", prompts.get(self.files.default_prompt_name or "", ""))
-
-    def _texts_of(self, examples: Examples) -> _Texts:
-        if id(examples) not in self._texts:  # those of a split are kept as long as the task
-            self._texts[id(examples)] = _Texts.of(examples)
-        return self._texts[id(examples)]
 
 
 def contrastive_loss(anchors: Tensor, candidates: Tensor, scale: float) -> Tensor:

@@ -14,12 +14,13 @@ a mean over examples or tokens, as its unit says:
 
 The temperature divides the gradient by T**2, which the factor T**2 makes up for. A regression has no classes: its
 logits term is the squared error. Nor have the vectors of an embedding task: the term compares how similar each text is
-to the others of its micro-batch, and `distill.mse` compares the vectors themselves. SQuAD has two sets of logits (start
+to the others of its micro-batch, and `distill.mse` compares the vectors themselves. Of a query's documents the term
+compares the margins (arXiv 2010.02666), and `distill.mse` the scores themselves. SQuAD has two sets of logits (start
 and end), and a term is the mean over the sets; a language model has a row of logits for every position with a loss. The
 formulas are in `tasks/losses.py`. How the student is made smaller is not decided here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -56,8 +57,9 @@ class Distill(Technique):
 
     def __init__(self, spec: DistillSpec, length: PhaseLength, task: Task) -> None:
         self.spec, self.task = spec, task
-        of_states: Mapping[str, Unit] = {"cos": "token", "hidden": "token"}
-        self.term_units = {f"distill.{term}": of_states.get(term, task.logits_unit) for term in spec.terms}
+        units: dict[str, Unit] = {"cos": "token", "hidden": "token"}
+        units |= {"logits": "example"} if task.by_query else {}
+        self.term_units = {f"distill.{term}": units.get(term, task.logits_unit) for term in spec.terms}
         self.projection: nn.Linear | None = None
         self._returned_states = False  # whether the student's config asked for its states before
         self._teacher_ids: Tensor | None = None  # of the student's tokens, where the heads differ
@@ -163,6 +165,8 @@ class Distill(Technique):
             how = self.spec.temperature, self.spec.divergence
             if self.task.vectors:
                 terms["logits"] = [losses.similarity_divergence(*pair, *how) for pair in pairs]
+            elif self.task.by_query:
+                terms["logits"] = [losses.margin_mse(*pair, forward.batch) for pair in pairs]
             else:
                 terms["logits"] = [losses.soft_target_loss(self.task, *pair, *how) for pair in pairs]
         return {f"distill.{term}": torch.stack(values).mean() for term, values in terms.items()}

@@ -337,7 +337,7 @@ def _indices(teacher: Teacher, batch: Batch) -> tuple[Array, Array]:
     Padding has -1. They are computed from the lengths, which the host has: reading the mask would wait for the device.
     """
     ids, examples = batch.ids.numpy(), teacher.task.examples("train")
-    column, (sequences, rows) = np.arange(batch.inputs["input_ids"].shape[1]), teacher.task.sequences(examples, ids)
+    column, (sequences, rows) = np.arange(batch.inputs["input_ids"].shape[1]), examples.batch_rows(ids)
     of_tokens = np.where(column < sequences.lengths[rows][:, None], sequences.offsets[rows][:, None] + column, -1)
     if teacher.task.logits_of == "position":
         starts, ends = teacher.label_offsets[ids], teacher.label_offsets[ids + 1]

@@ -1,0 +1,1 @@
+"""Documents of queries, ranked by a cross-encoder."""
