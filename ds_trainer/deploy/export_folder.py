@@ -164,6 +164,7 @@ def _cut(job: ExportJob, folder: Path) -> tuple[dict[str, Any], dict[str, float]
     outline_of(task, job.model, job.cut)  # refuses a family or a share before anything is scored
     before = score_folder(task, job.model, job.batch_size).scores
     cut = cut_of(task, job.model, job.cut, _SEED)
+    cut_as_trained(cut.tokenizer, task)
     cut.save(folder)
     distributed.info(cut.summary)
     return cut.report, before

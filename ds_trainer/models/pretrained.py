@@ -30,12 +30,12 @@ from ds_trainer.models.folders import (
     read_config,
 )
 from ds_trainer.models.layers import FIELD
+from ds_trainer.models.sentence_files import has_sentence_files
 from ds_trainer.models.shrunk_model import PREFIX, shrunk_class
 from ds_trainer.ranks import distributed
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.jobs import trust_in_force
 
-_LONGEST = 512
 _POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
 
 
@@ -179,6 +179,8 @@ def load_with_head(source: str | Path, kind: HeadKind) -> Any:
 
 def load_trained(source: str | Path, kinds: Sequence[HeadKind] = TRAINED) -> Any:
     """Load the model of a folder or hub name with the head that it was trained with, in fp32, on the CPU."""
+    if not is_hub_name(str(source)) and has_sentence_files(source):
+        return load_with_head(source, HEADLESS)  # whichever head its config names
     config = _load_any_config(source)
     for kind in kinds:
         _learn_own_class(source, config, kind)
@@ -241,10 +243,11 @@ def check_fits(model: Any, tokenizer: Any, max_seq_length: int) -> None:
         )
 
 
-def default_length(tokenizer: Any, config: Any) -> int:
-    """Return the tokens at which a model's texts are cut where nothing else says it, 512 at most."""
-    positions = getattr(config, "max_position_embeddings", None) or _LONGEST
-    return int(min(tokenizer.model_max_length, positions, _LONGEST))  # one without a limit has an immense one
+def default_length(tokenizer: Any, config: Any, most: int | None = 512) -> int:
+    """Return the tokens at which a model's texts are cut where nothing else says it: as many as it takes, or `most`."""
+    positions = getattr(config, "max_position_embeddings", None)
+    known = [length for length in (tokenizer.model_max_length, positions, most) if length and 0 < length < 10**9]
+    return int(min(known, default=512))  # a tokenizer without a limit has an immense one
 
 
 def pad_token_id(tokenizer: Any) -> int:

@@ -8,12 +8,16 @@ sentence-transformers takes the mean over tokens.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
+
+from transformers import AutoConfig
+from transformers.utils import cached_file
 
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.files.reading import read_object, read_value
@@ -25,16 +29,13 @@ Pooling = Literal["mean", "cls", "lasttoken"]
 
 MODULES_FILE = "modules.json"
 _ENCODER_FILE, _MODEL_FILE, _POOLING = "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling"
-_OLD_POOLING: dict[str, str] = {
+_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-"""The flags of folders that versions before 5.3 have written, and the mode that each stands for."""
-_SIMILARITIES = ("cosine", "dot")
+"""The flags by which versions before 5.3 name the mode, and later ones still read it."""
 _CLASSES = "sentence_transformers.models"
 ACTIVATION = "sentence_transformers"
 """The field of a cross-encoder's config that names the function which makes a score of its logit."""
@@ -51,10 +52,6 @@ class SentenceFiles:
     default_prompt_name: str | None = None
     similarity: str = "cosine"
 
-    def with_set(self, **values: Any) -> SentenceFiles:
-        """Return these files with other values, where they are not None."""
-        return dataclasses.replace(self, **{name: value for name, value in values.items() if value is not None})
-
     def write(self, folder: Path, width: int) -> None:
         """Write the files into the folder of a model whose hidden states have this width."""
         names = ["Transformer", "Pooling"] + ["Normalize"] * self.normalize
@@ -68,21 +65,32 @@ class SentenceFiles:
         values = {"prompts": dict(self.prompts), "default_prompt_name": self.default_prompt_name}
         write_json(folder / _MODEL_FILE, {**values, "similarity_fn_name": self.similarity})
         (folder / _POOLING).mkdir(exist_ok=True)
-        flags = {flag: mode == self.pooling for flag, mode in _OLD_POOLING.items()}
+        flags = {flag: mode == self.pooling for flag, mode in _FLAGS.items()}
         write_json(
             folder / _POOLING / "config.json", {"word_embedding_dimension": width, **flags, "include_prompt": True}
         )
 
 
 def copy_sentence_files(source: str | Path, folder: Path) -> None:
-    """Write what the files of a folder or hub name say, if it has some, into the folder of a model made of it."""
-    path = folder / "config.json"
-    if _activation(source):
-        write_json(path, read_object(path) | {ACTIVATION: {"activation_fn": _activation(source)}})
-    if has_sentence_files(source):
-        config = read_object(path)
-        width = next(config[name] for name in ("hidden_size", "dim", "d_model", "n_embd") if name in config)
-        read_sentence_files(source).write(folder, width)
+    """Copy the files of a folder, if it has some, into the folder of a model of the same width that was made of it.
+
+    Of a hub name what they say is written anew.
+    """
+    with contextlib.suppress(UserError):  # without a network nothing is known of a hub name
+        if named := _activation(source):
+            config = folder / "config.json"
+            write_json(config, read_object(config) | {ACTIVATION: {"activation_fn": named}})
+        if not has_sentence_files(source):
+            return
+        if is_hub_name(str(source)):
+            read_sentence_files(source).write(folder, AutoConfig.from_pretrained(folder).get_text_config().hidden_size)
+            return
+    for path in map(Path(source).joinpath, (MODULES_FILE, _ENCODER_FILE, _MODEL_FILE)):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    for module in filter(None, (module["path"] for module in _read(source, MODULES_FILE))):
+        if Path(source, module).is_dir():
+            shutil.copytree(Path(source, module), folder / module, dirs_exist_ok=True)
 
 
 def has_sentence_files(source: str | Path) -> bool:
@@ -109,28 +117,27 @@ def read_sentence_files(source: str | Path) -> SentenceFiles:
         return SentenceFiles()
     with as_user_error(f"{source}: {MODULES_FILE} cannot be read"):
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
-        paths = [str(module["path"]) for module in modules]
-    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
-        raise UserError(
-            f"{source}: {MODULES_FILE} lists {listed(kinds)}: only an encoder with pooling, and perhaps Normalize, is "
-            "trained and made smaller here"
-        )
-    pooling = _read(source, f"{paths[1]}/config.json") or {}
-    modes = pooling.get("pooling_mode") or [mode for flag, mode in _OLD_POOLING.items() if pooling.get(flag)] or "mean"
-    mode: Any = modes[0] if isinstance(modes, list) and len(modes) == 1 else modes
-    if mode not in ("mean", "cls", "lasttoken") or not pooling.get("include_prompt", True):
-        wrong = (
-            f"pools by {quoted(mode)}" if pooling.get("include_prompt", True) else "leaves prompts out of the pooling"
-        )
-        raise UserError(f"{source} {wrong}: mean, cls and lasttoken over all tokens are computed here")
-    encoder, config = (_read(source, f"{paths[0]}/{_ENCODER_FILE}".lstrip("/")) or {}), _read(source, _MODEL_FILE) or {}
-    if encoder.get("do_lower_case"):
-        raise UserError(f"{source}: {_ENCODER_FILE} has do_lower_case: let the tokenizer lower the texts instead")
+        first, second = (str(module["path"]) for module in modules[:2])
+    pooling, config = _read(source, f"{second}/config.json") or {}, _read(source, _MODEL_FILE) or {}
+    encoder = _read(source, f"{first}/{_ENCODER_FILE}".lstrip("/")) or {}
+    modes = pooling.get("pooling_mode") or [flag for flag in _FLAGS if pooling.get(flag)] or ["mean"]
+    mode = "+".join(_FLAGS.get(each, each) for each in ([modes] if isinstance(modes, str) else modes))
     similarity = config.get("similarity_fn_name") or "cosine"
-    if similarity not in _SIMILARITIES:
-        raise UserError(f"{source} compares by {quoted(similarity)}: {listed(_SIMILARITIES)} are computed here")
+    computed = {
+        f"{MODULES_FILE} lists {listed(kinds)}": kinds[:2] == ["Transformer", "Pooling"]
+        and kinds[2:] in ([], ["Normalize"]),
+        f"it pools by {quoted(mode)}": mode in get_args(Pooling),
+        "prompts are left out of the pooling": pooling.get("include_prompt", True),
+        f"{_ENCODER_FILE} has do_lower_case": not encoder.get("do_lower_case"),
+        f"it compares by {quoted(similarity)}": similarity in ("cosine", "dot"),
+    }
+    if wrong := [what for what, can in computed.items() if not can]:
+        raise UserError(
+            f"{source}: {'; '.join(wrong)}: what is computed here is an encoder, the mean, cls or lasttoken of all its "
+            "tokens, perhaps Normalize, and cosine or dot"
+        )
     return SentenceFiles(
-        pooling=mode,
+        pooling=cast(Pooling, mode),
         normalize="Normalize" in kinds,
         max_seq_length=encoder.get("max_seq_length"),
         prompts=config.get("prompts") or {},
@@ -140,12 +147,13 @@ def read_sentence_files(source: str | Path) -> SentenceFiles:
 
 
 def _read(source: str | Path, name: str) -> Any:
-    """Return the value of a JSON file of a folder or hub name, None where there is no such file."""
+    """Return the value of a JSON file of a folder or hub name, None where there is no such file.
+
+    UserError where the network would have to say it, and there is none.
+    """
     if not is_hub_name(str(source)):
         path = Path(source) / name
         return read_value(path) if path.is_file() else None
-    from transformers.utils import cached_file
-
-    options: Any = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    path = cached_file(str(source), name, **options)
+    with as_user_error(f"the hub does not say whether {source} has {name}"):
+        path = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False)
     return json.loads(Path(path).read_text(encoding="utf-8")) if path else None

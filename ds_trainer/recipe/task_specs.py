@@ -315,17 +315,14 @@ class RerankSpec(SourcesSpec):
     loss: Literal["bce", "softmax"] = Field(
         "bce", description="binary cross entropy of each pair, or cross entropy over the documents of a query"
     )
-    negatives: Whole = Field(7, description="of squad and beir: how many documents a query gets that do not answer it")
     max_seq_length: Length | None = Field(None, description="tokens of a pair; by default the model's, 512 at most")
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
         for source in (*self.train, *self.validation):
-            if source.is_scored or source.texts < 2 or source.prompts:
-                yield (
-                    f"{source.label}: text_columns name a query, the documents that answer it, and those that do not; "
-                    f'or the format is "squad" or "beir". Scores, lines and prompts are not read here'
-                )
+            if source.form != "table" or source.is_scored or source.texts < 2 or source.prompts:
+                columns = "text_columns of a table name a query, the documents that answer it, and those that do not"
+                yield f"{source.label}: {columns}. Scores, prompts and other formats are not read here"
 
 
 TaskSpec = TextSpec | SquadSpec | LmSpec | TokenSpec | EmbeddingSpec | RerankSpec
@@ -348,24 +345,19 @@ class Family(NamedTuple):
     names: tuple[str, ...] = ()
 
 
+def _own(name: str, spec: type[TaskBase], data: str, *names: str) -> Family:
+    """Return a family of this library, whose code lies in the package of its name."""
+    home = f"ds_trainer.tasks.{name}"
+    return Family(spec, f"{home}.{name}_task:{name.capitalize()}Task", f"ds_trainer.tasks.{data}", names)
+
+
 FAMILIES: dict[str, Family] = {
-    "text": Family(TextSpec, "ds_trainer.tasks.text.text_task:TextTask", "ds_trainer.tasks.text.text_data"),
-    "squad": Family(
-        SquadSpec, "ds_trainer.tasks.squad.squad_task:SquadTask", "ds_trainer.tasks.squad_file", ("squad",)
-    ),
-    "lm": Family(LmSpec, "ds_trainer.tasks.lm.lm_task:LmTask", "ds_trainer.tasks.lm.lm_text", ("mlm", "clm")),
-    "token": Family(
-        TokenSpec, "ds_trainer.tasks.token.token_task:TokenTask", "ds_trainer.tasks.token.token_data", ("ner", "token")
-    ),
-    "embedding": Family(
-        EmbeddingSpec,
-        "ds_trainer.tasks.embedding.embedding_task:EmbeddingTask",
-        "ds_trainer.tasks.embedding.embedding_data",
-        ("embedding",),
-    ),
-    "rerank": Family(
-        RerankSpec, "ds_trainer.tasks.rerank.rerank_task:RerankTask", "ds_trainer.tasks.rerank.rerank_data", ("rerank",)
-    ),
+    "text": _own("text", TextSpec, "text.text_data"),
+    "squad": _own("squad", SquadSpec, "squad_file", "squad"),
+    "lm": _own("lm", LmSpec, "lm.lm_text", "mlm", "clm"),
+    "token": _own("token", TokenSpec, "token.token_data", "ner", "token"),
+    "embedding": _own("embedding", EmbeddingSpec, "embedding.embedding_data", "embedding"),
+    "rerank": _own("rerank", RerankSpec, "rerank.rerank_data", "rerank"),
 }
 """Every family of tasks, by its name: the only table to extend. Entries added after `recipe.py` has been imported take
 effect once its models are rebuilt (`model_rebuild(force=True)`)."""

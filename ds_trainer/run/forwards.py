@@ -42,10 +42,14 @@ def forwards(
         torch.manual_seed(hash((seed, distributed.rank(), place)) & (2**63 - 1))  # both times the same dropout
         return ds_engine(**batches[place][0].inputs)
 
+    def logits(out: Any, batch: Batch) -> Tensor:
+        (values,) = task.logits(out, batch)
+        return values
+
     with torch.no_grad():
-        others = [task.compared(output(place), batches[place][0]) for place in range(1, len(batches))]
+        others = [logits(output(place), batches[place][0]) for place in range(1, len(batches))]
     out = output(0)  # last, so that the first micro-batch needs no second forward
-    own = [task.compared(out, batches[0][0]).detach(), *others]
+    own = [logits(out, batches[0][0]).detach(), *others]
     steps = whole_steps(task, indices, torch.cat(own), len(batches))
     for place, (batch, shares) in enumerate(batches):
         out = output(place) if place else out
@@ -57,9 +61,9 @@ def whole_steps(task: Task, indices: ExampleIds, own: Tensor, accumulation: int)
 
     `own` are this rank's values, of all its micro-batches.
     """
-    world, lengths = distributed.world_size(), task.examples("train").lengths
-    by_rank = [shard(indices, lengths, rank, world, accumulation) for rank in range(world)]
-    rows = [[task.rows_of(ids) for ids in micro_batches] for micro_batches in by_rank]
+    world, examples = distributed.world_size(), task.examples("train")
+    by_rank = [shard(indices, examples.lengths, rank, world, accumulation) for rank in range(world)]
+    rows = [[int(task.counts(examples, ids)["label"]) for ids in micro_batches] for micro_batches in by_rank]
     starts = list(accumulate(map(sum, rows), initial=0))
     before = starts[distributed.rank()]
     values = own.new_zeros(starts[-1], *own.shape[1:])

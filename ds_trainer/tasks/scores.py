@@ -7,7 +7,7 @@ import numpy as np
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.tasks.data import Array
 
-_CUTOFF = 10
+CUTOFF = 10
 """The rank down to which the results of a search are scored, as the names of its scores say."""
 
 
@@ -38,9 +38,9 @@ def ranking_scores(rankings: Iterable[tuple[Sequence[float], Sequence[float]]]) 
     Each query has the grades of its results, the best first, and those of all documents that are relevant to it. The
     gain of a document is its grade, as in BEIR.
     """
-    scores, discounts = list[tuple[float, float, float]](), 1 / np.log2(np.arange(2, _CUTOFF + 2))
+    scores, discounts = list[tuple[float, float, float]](), 1 / np.log2(np.arange(2, CUTOFF + 2))
     for results, grades in rankings:
-        gains, ideal = np.array(results[:_CUTOFF]), np.sort(grades)[::-1][:_CUTOFF]
+        gains, ideal = np.array(results[:CUTOFF]), np.sort(grades)[::-1][:CUTOFF]
         hits = np.flatnonzero(gains > 0)
         gained, most = (float((each * discounts[: len(each)]).sum()) for each in (gains, ideal))
         scores.append((gained / most, 1 / (hits[0] + 1) if len(hits) else 0.0, len(hits) / len(grades)))

@@ -130,7 +130,7 @@ class Task(ABC):
     by_query: whether `logits` are scores of documents; `labels` (rows, 2) are then whether it answers, and its query.
     logits_of: what a row of `logits` is for. "example": one example, whose columns are classes. "token": one example,
         whose columns are its tokens. "position": one unit "label" of an example, in their order.
-    compares_examples: whether `loss` compares the examples of a step with each other, by their `compared` values.
+    compares_examples: whether `loss` compares the examples of a step with each other, by their `logits`.
     loss_unit: what `loss` is a mean over.
     logits_unit: what a comparison of the `logits` of two models is a mean over.
     over_vocabulary: whether the classes of `logits` are the tokens of the vocabulary.
@@ -257,20 +257,12 @@ class Task(ABC):
         """Return logits, each (rows, classes). `logits_of` says what a row is; `PAD_LOGIT` marks what is no class."""
         return (out.logits,)
 
-    def compared(self, out: Any, batch: Batch) -> Tensor:
-        """Return what a loss that compares examples computes of them, (rows, ...) fp32."""
-        raise NotImplementedError
-
-    def rows_of(self, ids: ExampleIds) -> int:
-        """Return how many rows of `compared` these training examples have."""
-        return len(ids)
-
     def timed_inputs(self, examples: Examples, ids: Sequence[int]) -> dict[str, Tensor]:
         """Return a batch of as many rows as there are ids, of these examples, by which a model is timed."""
         sequences, rows = examples.batch_rows(np.asarray(ids))
         if sequences is examples:
             return self.collate(examples, ids).inputs
-        return self.padded_inputs(sequences, rows[:: len(rows) // len(ids)][: len(ids)])[0]
+        return self.padded_inputs(sequences, rows[: len(ids)])[0]
 
     def save(self, folder: Path) -> None:  # noqa: B027 - most tasks have none
         """Write the files that belong beside a model of this task into its folder."""
@@ -285,17 +277,16 @@ class Task(ABC):
     def stacked(self, split: str, answers: Mapping[int, Any]) -> Array:
         """Stack answers that are arrays, (n, ...), by their ids; UserError where one is not finite."""
         values = np.stack([answers[id] for id in range(len(answers))])
-        check_logits(split, np.isfinite(values).all(axis=-1).tolist())
+        check_logits(split, np.isfinite(values).reshape(len(values), -1).all(axis=1).tolist())
         return values
-
-    @property
-    def across_tokenizers(self) -> bool:
-        """Whether `output_of` takes models with another tokenizer; by default where a row of `logits` is an example."""
-        return self.logits_of == "example"
 
     def reads_otherwise(self, folder: str | Path) -> str:
         """Return in words how the model of a folder reads the same tokens otherwise than this task's; "" by default."""
         return ""
+
+    def reader_spec(self, folder: str | Path) -> Any:
+        """Return the spec by which the model of a folder reads the same texts in its own way."""
+        return self.spec
 
     def output_of(self, reader: Task, predict: Predict, batch: Batch) -> Any:
         """Return the output of a model with the tokens of `reader` for a batch, laid out as that of this task."""

@@ -7,13 +7,14 @@ and does not tokenise.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from ds_trainer.files.messages import quoted
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import SourcesSpec, SquadSpec, TextSource
 from ds_trainer.tasks import squad_file
-from ds_trainer.tasks.records import GAPS, FileRecords, HubRecords, Record, Records, Row, find_file, text_in
+from ds_trainer.tasks.records import GAPS, FileRecords, HubRecords, Record, Records, find_file, text_in
 
 T = TypeVar("T")
 Search = tuple[list[tuple[str, str, dict[str, float]]], dict[str, str]]
@@ -25,6 +26,12 @@ def source_of(spec: SourcesSpec, split: str) -> TextSource:
     return next(source for source in spec.validation if source.label == split)
 
 
+def split_of(spec: SourcesSpec, source: TextSource) -> str:
+    """Return the split of a hub data set or of judgements: by default that to train on, or to score on."""
+    scored = {"beir": "test"}.get(source.form, "validation")
+    return source.split or ("train" if any(source is each for each in spec.train) else scored)
+
+
 def score_names(spec: SourcesSpec, names: Callable[[TextSource], Iterable[str]]) -> list[str]:
     """Return the names of all scores, given those of a source; those of the first split have no prefix."""
     labelled = [("" if not place else f"{each.label}/", each) for place, each in enumerate(spec.validation)]
@@ -34,19 +41,11 @@ def score_names(spec: SourcesSpec, names: Callable[[TextSource], Iterable[str]])
 class Made(Records[T]):
     """Rows that are `made` of the records of some `parts`, and have the places that `made` counts."""
 
-    columns = ()
-    parse: Any = None
+    columns = ("row",)
+    parse = staticmethod(itemgetter("row"))
 
     def __init__(self, origin: str, entry: str, parts: Sequence[Records[Any]], made: Callable[[], Iterator[T]]) -> None:
         self.origin, self.entry, self.parts, self.made, self.left_out = origin, entry, parts, made, {}
-
-    def rows(self, most_mistakes: int = 0) -> Iterator[Row[T]]:
-        self.read = 0
-        for value in self.made():
-            self.read += 1
-            yield Row(value, self.read)
-        if not self.read:
-            raise UserError(f"{self.origin} has no texts")
 
     def check(self) -> None:
         """Check the parts: the rows can only be made of whole files, which may take seconds."""
@@ -61,7 +60,14 @@ class Made(Records[T]):
         return "".join(part.fingerprint() for part in self.parts)
 
     def _read(self) -> Iterator[tuple[int, Record]]:
-        raise NotImplementedError("rows are made of those of the parts")
+        return enumerate(({"row": row} for row in self.made()), 1)
+
+
+def training_rows(spec: SourcesSpec, rows_of: Callable[[Any, TextSource], Records[T]]) -> list[Records[T]]:
+    """Return the records of all training sources; UserError where there are none."""
+    if not spec.train:
+        raise UserError(f"the {spec.name} task has nothing to train on: name its sources in task.train")
+    return [rows_of(spec, source) for source in spec.train]
 
 
 def all_rows(sources: Sequence[TextSource], parts: Sequence[Records[T]]) -> Iterator[T]:
@@ -78,7 +84,7 @@ def table_of(spec: SourcesSpec, source: TextSource, parse: Callable[[Record], T]
     columns = [*(source.text_columns or []), *([] if source.score_column is None else [source.score_column])]
     names = list(map(str, columns))
     if source.dataset:
-        return HubRecords(source.dataset, source.split or "train", names, parse, GAPS)
+        return HubRecords(source.dataset, split_of(spec, source), names, parse, GAPS)
     path, header = find_file(spec, source.label, [source.file or ""]), None if source.header else ()
     return FileRecords(path, names, parse, header, missing=GAPS, quoting=source.quoting)
 
@@ -99,8 +105,9 @@ def search_of(spec: SourcesSpec, source: TextSource) -> tuple[list[Records[Any]]
     if source.form == "beir":
         parts = _parts_of_beir(spec, source)
         return parts, partial(_read_beir, *parts)
-    file = {"data_dir": spec.data_dir, "validation_file": source.file, "dataset": source.dataset}
-    questions = squad_file.records(SquadSpec(version_2_with_negative=True, **file), source.split or "validation")
+    files = {"data_dir": spec.data_dir, "train_file": source.file, "validation_file": source.file}
+    squad = SquadSpec(version_2_with_negative=True, dataset=source.dataset, **files)
+    questions = squad_file.records(squad, split_of(spec, source))
     return [questions], partial(_read_squad, questions)
 
 
@@ -121,29 +128,35 @@ class _Whole(FileRecords[Any]):
 
 def _parts_of_beir(spec: SourcesSpec, source: TextSource) -> list[Records[Any]]:
     """Return the records of the corpus, of the queries, and of the judgements."""
-    split, hub = source.split or "test", source.dataset
+    split, hub = split_of(spec, source), source.dataset
+    files = ("corpus.jsonl", "queries.jsonl", f"qrels/{split}.tsv")
+    names = (f"{hub}/corpus", "corpus"), (f"{hub}/queries", "queries"), (f"{hub}-qrels", split)
     of_corpus = ("_id", "title", "text") if hub else ("_id", "text")  # a file may have no titles
     columns = of_corpus, ("_id", "text"), ("query-id", "corpus-id", "score")
-    if hub:
-        names = (f"{hub}/corpus", "corpus"), (f"{hub}/queries", "queries"), (f"{hub}-qrels", split)
-        return [HubRecords(*name, each, dict) for name, each in zip(names, columns, strict=True)]
-    files = ("corpus.jsonl", "queries.jsonl", f"qrels/{split}.tsv")
-    paths = [find_file(spec, source.label, [f"{source.file}/{file}"]) for file in files]
-    return [_Whole(path, each, dict, quoting=False) for path, each in zip(paths, columns, strict=True)]
+    parts = list[Records[Any]]()
+    for file, name, read, parse in zip(files, names, columns, (_titled, _titled, _judgement), strict=True):
+        path = find_file(spec, source.label, [f"{source.file}/{file}"]) if not hub else None
+        parts.append(_Whole(path, read, parse, quoting=False) if path else HubRecords(*name, read, parse))
+    return parts
+
+
+def _titled(record: Record) -> tuple[str, str]:
+    """Return the id and the text of a query or of a document, whose title stands before its text, as in BEIR."""
+    return str(record["_id"]), f"{record.get('title') or ''} {text_in(record, 'text')}".strip()
+
+
+def _judgement(record: Record) -> tuple[str, str, float]:
+    return str(record["query-id"]), str(record["corpus-id"]), number_in(record["score"], "score")
 
 
 def _read_beir(corpus: Records[Any], queries: Records[Any], judged: Records[Any]) -> Search:
-    documents = {}
-    for row in corpus.rows():
-        title = row.value.get("title") or ""  # BEIR has it before the text
-        documents[str(row.value["_id"])] = f"{title} {text_in(row.value, 'text')}".strip()
-    texts = {str(row.value["_id"]): text_in(row.value, "text") for row in queries.rows()}
+    documents, texts = (dict(row.value for row in part.rows()) for part in (corpus, queries))
     relevant: dict[str, dict[str, float]] = {}
     for row in judged.rows():
-        query, document = (str(row.value[name]) for name in ("query-id", "corpus-id"))
+        query, document, grade = row.value
         for what, id, known in (("query", query, texts), ("document", document, documents)):
             if id not in known:
                 raise UserError(f"{judged.place(row.place)}: there is no {what} {quoted(id)} in its files")
-        if grade := number_in(row.value["score"], "score"):
+        if grade > 0:
             relevant.setdefault(query, {})[document] = grade
     return [(id, texts[id], grades) for id, grades in relevant.items()], documents

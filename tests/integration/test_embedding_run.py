@@ -29,6 +29,7 @@ def recipe(tiny_recipe, csv_folder, tmp_path_factory) -> Path:
     validation = [{"file": "scored.csv", "text_columns": ["one", "two"], "score_column": "score"}]
     common = {"name": "embedding", "data_dir": str(folder), "max_seq_length": 24, "validation": validation}
     pairs = common | {"train": [{"file": "triples.jsonl", "text_columns": ["a", "p", "n"]}], "prompts": {"query": "q "}}
+    pairs["pooling"] = "cls"
     alone = common | {"train": [{"file": "triples.jsonl", "text_columns": ["a", "p"]}], "loss": "none"}
     numbers = {"train_batch_size": 16, "learning_rate": 4e-3, "logging_steps": 1}
     distill = {"teacher": "@pairs", "cache_teacher": True}
@@ -139,7 +140,14 @@ def test_folders_are_exported_evaluated_and_measured(done, recipe, tmp_path) -> 
     cut = ["--cut", "0.5", "--output_dir", str(tmp_path / "cut")]
     ran = run_script("launch/export.py", str(model_of(recipe, "pairs")), *cut, *flags, *more)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert (tmp_path / "cut/1_Pooling/config.json").exists()
+    assert read(tmp_path / "cut/1_Pooling/config.json")["pooling_mode_cls_token"] is True
+    for flags_of_export, made, of in (
+        (["--compact", "fp16"], "small", folder),
+        (["--unpack"], "whole", tmp_path / "small"),
+    ):
+        ran = run_script("launch/export.py", str(of), *flags_of_export, "--output_dir", str(tmp_path / made))
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        assert read(tmp_path / made / "1_Pooling/config.json")["pooling_mode_cls_token"] is True
     ran = run_script(
         "launch/benchmark.py",
         str(model_of(recipe, "pairs")),

@@ -45,7 +45,7 @@ def test_both_forwards_of_a_micro_batch_drop_the_same(tmp_path):
     parts = [(task.collate(examples, part), {}) for part in (ids[:2], ids[2:])]
     seen = []
     for batch, out, _ in forwards(task, parts, ids, engine, seed=3):
-        own = task.compared(out, batch)
+        own = task.logits(out, batch)[0]
         others = batch.step.values[batch.step.start : batch.step.start + len(own)]
         assert own.requires_grad
         assert torch.equal(own.detach(), others)

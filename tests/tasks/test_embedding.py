@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
+from ds_trainer.files.reading import read_value
 from ds_trainer.models.folders import create_folder, train_tokenizer
-from ds_trainer.models.sentence_files import SentenceFiles, read_sentence_files
+from ds_trainer.models.pretrained import default_length
+from ds_trainer.models.sentence_files import SentenceFiles, copy_sentence_files, read_sentence_files
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import EmbeddingSpec
 from ds_trainer.tasks.embedding import embedding_data
@@ -26,6 +30,7 @@ from ds_trainer.tasks.whole_step import WholeStep
 TEXTS = ["it rains", "it is wet", "the cat sat on the mat", "no", "why is it so very wet", "a dry day", "old mats"]
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 PAIRS = {"file": "pairs.jsonl", "text_columns": ["a", "p", "n"]}
+NOTHING = torch.zeros((), dtype=torch.bool)
 SCORED = {"file": "scored.csv", "text_columns": ["one", "two"], "score_column": "score", "name": "sts"}
 
 
@@ -84,7 +89,6 @@ def test_a_batch_has_each_text_in_a_row(folder, tmp_path):
     assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
     assert torch.equal(batch.mask, expected["attention_mask"])
     assert task.counts(examples, np.array([4, 0]))["label"] == len(texts)
-    assert task.rows_of(np.array([4, 0])) == len(texts)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
@@ -111,7 +115,7 @@ def test_losses_equal_plain_references():
     for place, anchor in enumerate(anchors):
         exponentials = [math.exp(20 * float(anchor @ other)) for other in candidates]
         terms.append(-math.log(exponentials[place] / sum(exponentials)))
-    assert float(contrastive_loss(anchors, candidates, 20.0)) == pytest.approx(sum(terms) / 3)
+    assert float(contrastive_loss(anchors, candidates, 20.0, NOTHING)) == pytest.approx(sum(terms) / 3)
     cosines, scores = torch.tensor([0.9, 0.1, 0.5, 0.4]), torch.tensor([1.0, 3.0, 3.0, 2.0])
     total = sum(
         math.exp(20 * float(cosines[low] - cosines[high]))
@@ -131,7 +135,7 @@ def test_losses_are_those_of_sentence_transformers():
     unit = [torch.nn.functional.normalize(part) for part in parts]
     pairs = [
         (
-            contrastive_loss(unit[0], torch.cat(unit[1:]), 20.0),
+            contrastive_loss(unit[0], torch.cat(unit[1:]), 20.0, NOTHING),
             losses.MultipleNegativesRankingLoss(None).compute_loss_from_embeddings(parts, None),
         ),
         (
@@ -179,11 +183,11 @@ def test_gradients_do_not_depend_on_the_micro_batches(folder, tmp_path, loss):
         model.zero_grad()
         batches = [task.collate(examples, part) for part in parts]
         with torch.no_grad():
-            values = torch.cat([task.compared(model(**batch.inputs), batch) for batch in batches])
+            values = torch.cat([task.logits(model(**batch.inputs), batch)[0] for batch in batches])
         start = 0
         for batch in batches:
             step = WholeStep(ids, values, start, len(parts))
-            start += task.rows_of(batch.ids.numpy())
+            start += len(batch.inputs["input_ids"])
             task.loss(model(**batch.inputs), replace(batch, step=step)).backward()
         return torch.cat([p.grad.flatten() / len(parts) for p in model.parameters() if p.grad is not None])
 
@@ -203,10 +207,10 @@ def test_files_of_sentence_transformers_come_back_as_they_were(tmp_path):
     assert read_sentence_files(tmp_path) == files
     pooling = tmp_path / "1_Pooling/config.json"
     pooling.write_text(json.dumps({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}))
-    with pytest.raises(UserError, match="mean, cls and lasttoken"):
+    with pytest.raises(UserError, match=r"mean\+max"):
         read_sentence_files(tmp_path)
     pooling.write_text(json.dumps({"pooling_mode": "mean", "include_prompt": False}))
-    with pytest.raises(UserError, match="leaves prompts out"):
+    with pytest.raises(UserError, match="prompts are left out"):
         read_sentence_files(tmp_path)
     modules = json.loads((tmp_path / "modules.json").read_text())
     (tmp_path / "modules.json").write_text(json.dumps([*modules, modules[1] | {"type": "x.Dense"}]))
@@ -256,3 +260,94 @@ def test_a_pair_with_an_empty_side_is_left_out_and_told(folder, tmp_path):
     task = task_of(folder, tmp_path, validation=[SCORED | {"file": "gaps.csv"}])
     assert len(task.examples("sts")) == 2
     assert "1 left out, whose 'two' is empty" in task.summary("sts")
+
+
+def test_a_text_that_is_the_positive_of_another_pair_is_no_negative_of_it(folder, tmp_path):
+    """Two pairs with one positive have the loss of each among the others, whichever of the two stands for it."""
+    rows = [{"a": "it rains", "p": "no"}, {"a": "it is wet", "p": "no"}, {"a": "a dry day", "p": "old mats"}]
+    (folder / "twins.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = task_of(folder, tmp_path, train=[{"file": "twins.jsonl", "text_columns": ["a", "p"]}])
+    model, examples = task.build_model(folder).eval(), task.examples("train")
+
+    def loss(*ids):
+        batch = task.collate(examples, ids)
+        return float(task.loss(model(**batch.inputs), batch).detach())
+
+    assert loss(0, 1) == pytest.approx(0.0, abs=1e-6)
+    batch = task.collate(examples, [0, 1, 2])
+    (vectors,) = task.logits(model(**batch.inputs), batch)
+    scores = 20 * vectors[0::2] @ vectors[1::2].T
+    expected = [
+        -scores[0, [0, 2]].log_softmax(0)[0],
+        -scores[1, [1, 2]].log_softmax(0)[0],
+        -scores[2].log_softmax(0)[2],
+    ]
+    assert loss(0, 1, 2) == pytest.approx(float(sum(expected)) / 3, rel=1e-5)
+
+
+def test_prompts_are_those_that_sentence_transformers_takes(folder, tmp_path):
+    """A document has "document" or else "passage"; a query has "query"; other texts have the default prompt or none."""
+    beir = {"file": "beir", "format": "beir"}
+    other = copied(folder, tmp_path / "prompted")
+    SentenceFiles(prompts={"query": "q ", "passage": "p ", "all": "a "}, default_prompt_name="all").write(other, 16)
+    spec = EmbeddingSpec(name="embedding", data_dir=str(folder), validation=[SCORED, beir], train=[PAIRS])
+    task = build_task(spec, other, tmp_path / "cache")
+    assert [task._prompt(name) for name in ("query", "document", None)] == ["q ", "p ", "a "]
+    first = task.examples("beir").row(0)["input_ids"].tolist()
+    assert first == task.tokenizer("q it rains")["input_ids"]
+
+
+def test_what_decides_on_vectors_is_in_the_key(folder, tmp_path):
+    """What is kept of a teacher, or made of a cut, follows pooling, length and prompts."""
+    changes = [{}, {"pooling": "cls"}, {"normalize": False}, {"max_seq_length": 16}, {"prompts": {"a": "b"}}]
+    assert len({task_of(folder, tmp_path, train=[PAIRS], **change).key("train") for change in changes}) == 5
+
+
+def test_a_source_is_read_from_the_split_of_its_list(folder, tmp_path):
+    """Judgements to train on are qrels/train.tsv, to score on qrels/test.tsv; negative ones do not count."""
+    (folder / "beir/qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\n1\td1\t1\n1\td2\t-1\n")
+    beir = {"file": "beir", "format": "beir"}
+    spec = EmbeddingSpec(name="embedding", data_dir=str(folder), train=[beir], validation=[beir])
+    assert [row.value.texts for row in embedding_data.records(spec, "train").rows()] == [("it is wet", "T it is wet")]
+    few = EmbeddingSpec(name="embedding", data_dir=str(folder), validation=[SCORED | {"max_examples": 2}])
+    assert len(list(embedding_data.records(few, "sts").rows())) == 2
+
+
+def test_a_query_is_no_result_of_itself():
+    """A document with the id of a query is left out of its results, as in BEIR."""
+    rows = [EmbeddingRow(("q",), (None,), id="a", relevant={"b": 1.0})]
+    rows += [EmbeddingRow((name,), (None,), id=name) for name in "ab"]
+    assert search_scores(np.array([[1.0, 0.0], [1.0, 0.0], [0.5, 0.1]]), rows)["mrr@10"] == 1.0
+
+
+def test_a_folder_of_sentence_transformers_says_its_length(folder, tmp_path):
+    """Its files or its tokenizer say where texts are cut; without such files it is 512 tokens at the most."""
+    other = copied(folder, tmp_path / "long")
+    SentenceFiles(max_seq_length=20).write(other, 16)
+    spec = EmbeddingSpec(name="embedding", data_dir=str(folder), validation=[SCORED])
+    assert build_task(spec, other, tmp_path).spec.max_seq_length == 20
+    config, tokenizer = SimpleNamespace(max_position_embeddings=8192), SimpleNamespace(model_max_length=8192)
+    assert [default_length(tokenizer, config, most) for most in (None, 512)] == [8192, 512]
+
+
+def test_files_beside_a_model_of_the_same_width_are_copied_as_they_are(folder, tmp_path):
+    """Those that this library does not compute, too: an export of such a model keeps them."""
+    source, target = tmp_path / "source", copied(folder, tmp_path / "target")
+    copied(folder, source)
+    SentenceFiles().write(source, 16)
+    modules = [*read_value(source / "modules.json"), {"idx": 3, "name": "3", "path": "3_Dense", "type": "x.Dense"}]
+    (source / "modules.json").write_text(json.dumps(modules))
+    (source / "3_Dense").mkdir()
+    (source / "3_Dense/model.safetensors").write_bytes(b"weights")
+    copy_sentence_files(source, target)
+    assert read_value(target / "modules.json") == modules
+    assert (target / "3_Dense/model.safetensors").read_bytes() == b"weights"
+    assert (target / "1_Pooling/config.json").exists()
+
+
+def copied(folder, target):
+    """Copy the model alone."""
+    target.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(folder / name, target / name)
+    return target

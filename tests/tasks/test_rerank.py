@@ -21,7 +21,6 @@ from ds_trainer.tasks.rerank import rerank_data
 from ds_trainer.tasks.rerank.rerank_data import RankRow
 from ds_trainer.tasks.rerank.rerank_task import softmax_loss
 from ds_trainer.tasks.task import Batch
-from ds_trainer.techniques.exits.exits import Exits
 
 TEXTS = ["it rains", "it is wet", "the cat sat on the mat", "no", "why is it so very wet", "a dry day", "old mats"]
 SMALL = {"model_type": "bert", "max_position_embeddings": 24, "hidden_size": 16, "num_hidden_layers": 2}
@@ -39,15 +38,10 @@ IDENTITY = "torch.nn.modules.linear.Identity"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny cross-encoder, with lists and a search beside it."""
+    """A tiny cross-encoder, with lists beside it."""
     path = tmp_path_factory.mktemp("rerank")
     create_folder(SMALL, train_tokenizer(TEXTS, 90, True), path, 0)
     (path / "lists.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    (path / "beir/qrels").mkdir(parents=True)
-    documents = [{"_id": f"d{place}", "text": text} for place, text in enumerate(TEXTS)]
-    (path / "beir/corpus.jsonl").write_text("\n".join(map(json.dumps, documents)))
-    (path / "beir/queries.jsonl").write_text('{"_id": 0, "text": "why"}\n{"_id": 1, "text": "mats"}')
-    (path / "beir/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n0\td4\t1\n1\td6\t2\n1\td2\t1\n")
     return path
 
 
@@ -62,7 +56,7 @@ def batch_of(answers, queries) -> Batch:
 
 
 def test_rows_are_what_the_sources_hold(folder):
-    """Positives come first; a search adds the nearest documents; a scored split has pairs, of some queries."""
+    """Positives come first; a scored split has pairs, of some queries."""
     spec = RerankSpec(name="rerank", data_dir=str(folder), train=[LISTS], validation=[LISTS], max_eval_samples=2)
     read = [row.value for row in rerank_data.records(spec, "train").rows()]
     assert read[1] == RankRow("where is the cat", ("the cat sat on the mat", "old mats", "a dry day"), 2)
@@ -74,11 +68,6 @@ def test_rows_are_what_the_sources_hold(folder):
         ("where is the cat", "the cat sat on the mat", 1, 1),
     ]
     assert len(pairs) == 6
-    beir = {"file": "beir", "format": "beir"}
-    search = RerankSpec(name="rerank", data_dir=str(folder), train=[beir], validation=[beir], negatives=3)
-    found = [row.value for row in rerank_data.records(search, "train").rows()]
-    assert found[0] == RankRow("why", (TEXTS[4], TEXTS[3], TEXTS[5], TEXTS[2]), 1)
-    assert found[1] == RankRow("mats", (TEXTS[6], TEXTS[2], TEXTS[5], TEXTS[4], TEXTS[3]), 2)
     assert {"why", "no", "a dry day"} <= {*rerank_data.training_texts(spec)}
 
 
@@ -180,7 +169,7 @@ def test_the_activation_of_a_cross_encoder_is_kept(folder, tmp_path):
 )
 def test_a_source_without_lists_is_refused(source):
     """It names the columns that are asked for."""
-    with pytest.raises(ValidationError, match="text_columns name a query, the documents that answer it"):
+    with pytest.raises(ValidationError, match="text_columns of a table name a query, the documents"):
         RerankSpec(name="rerank", train=[source], validation=[LISTS])
 
 
@@ -200,7 +189,7 @@ def test_mistakes_in_files_are_named_with_their_places(folder, tmp_path, row, me
 
 
 def test_what_is_missing_is_told(folder, tmp_path):
-    """A gap is left out and counted; files and sources that are not there, a long limit, and exits are one sentence."""
+    """A gap is left out and counted; files and sources that are not there, and a long limit are one sentence."""
     (tmp_path / "gaps.jsonl").write_text("\n".join(map(json.dumps, [ROWS[0], ROWS[0] | {"good": None}])))
     task = task_of(folder, tmp_path, data_dir=str(tmp_path), validation=[LISTS | {"file": "gaps.jsonl"}])
     assert "1 left out, whose 'good' is null" in task.summary("gaps")
@@ -210,5 +199,3 @@ def test_what_is_missing_is_told(folder, tmp_path):
     assert "no.jsonl" in mistakes[1]
     with pytest.raises(UserError, match="max_seq_length is 25, and the model has 24 positions"):
         task_of(folder, tmp_path, max_seq_length=25).build_model(folder)
-    with pytest.raises(UserError, match="exits: the documents of a query"):
-        Exits(Exits.Spec(), None, task)

@@ -9,11 +9,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ds_trainer.files.messages import kind_of, quoted
-from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import EmbeddingSpec, TextSource
 from ds_trainer.tasks import text_sources
 from ds_trainer.tasks.records import FileRecords, Record, Records, find_file, plain_rows
-from ds_trainer.tasks.text_sources import Made, all_rows, number_in, search_of, source_of, table_of
+from ds_trainer.tasks.text_sources import Made, all_rows, number_in, search_of, source_of, table_of, training_rows
 
 QUERY, DOCUMENT = "query", "document"
 """The names of the prompts of a search, as sentence-transformers has them."""
@@ -46,10 +45,11 @@ def records(spec: EmbeddingSpec, split: str) -> Records[EmbeddingRow]:
     """Return the rows of a split: of all training sources together, or of a source that is scored."""
     if split != "train":
         source = source_of(spec, split)
-        return _search(spec, source, spec.max_eval_samples) if source.is_search else _rows_of(spec, source)
-    if not spec.train:
-        raise UserError("the embedding task has nothing to train on: name its sources in task.train")
-    parts = [_rows_of(spec, source) for source in spec.train]
+        if source.is_search:
+            return _search(spec, source, source.max_examples or spec.max_eval_samples)
+        part = _rows_of(spec, source)
+        return Made(part.origin, part.entry, [part], partial(all_rows, [source], [part]))
+    parts = training_rows(spec, _rows_of)
     rows = partial(all_rows, spec.train, parts)
     return Made("task.train", "example", parts, (lambda: _different_texts(rows())) if spec.loss == "none" else rows)
 

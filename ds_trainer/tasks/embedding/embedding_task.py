@@ -15,29 +15,30 @@ The first two compare the examples of a step with each other, on all ranks (Grad
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_trainer.models import pretrained
 from ds_trainer.models.pretrained import HEADLESS
 from ds_trainer.models.sentence_files import SentenceFiles, has_sentence_files, read_sentence_files
 from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import EmbeddingSpec
-from ds_trainer.tasks.data import COLUMN, Array, ExampleIds, joined
+from ds_trainer.tasks.data import COLUMN, Array, joined
 from ds_trainer.tasks.embedding import embedding_data
-from ds_trainer.tasks.embedding.embedding_data import EmbeddingRow
+from ds_trainer.tasks.embedding.embedding_data import DOCUMENT, EmbeddingRow
 from ds_trainer.tasks.records import Row
-from ds_trainer.tasks.scores import ranking_scores, regression_scores
+from ds_trainer.tasks.scores import CUTOFF, ranking_scores, regression_scores
 from ds_trainer.tasks.task import Batch, Predict, Task, Unit
 from ds_trainer.tasks.text_sources import source_of
 
-_RESULTS = 10
-"""How many results of a query are scored."""
+_LONGEST = 512
+"""The most tokens of a text, where neither the task nor a folder of sentence-transformers says how many."""
 _QUERIES = 256
 """How many queries are compared with all documents at a time."""
 
@@ -54,19 +55,14 @@ class EmbeddingTask(Task):
     regression, vectors = True, True
     logits_of = "position"
     logits_unit: Unit = "label"
-    across_tokenizers = True
 
     def __init__(self, spec: EmbeddingSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
-        files = read_sentence_files(source)
-        length = spec.max_seq_length or files.max_seq_length
-        length = length or pretrained.default_length(tokenizer, pretrained.load_config(source, HEADLESS))
-        super().__init__(spec.model_copy(update={"max_seq_length": length}), tokenizer, source, cache_dir)
-        self.files = files.with_set(
-            pooling=spec.pooling,
-            normalize=spec.normalize,
-            max_seq_length=length,
-            prompts={**files.prompts, **spec.prompts},
+        files = _files(spec, source)
+        length = files.max_seq_length or pretrained.default_length(
+            tokenizer, pretrained.load_config(source, HEADLESS), None if has_sentence_files(source) else _LONGEST
         )
+        super().__init__(spec.model_copy(update={"max_seq_length": length}), tokenizer, source, cache_dir)
+        self.files = replace(files, max_seq_length=length)
         self.compares_examples = spec.loss != "none"
         for of in (*spec.train, *spec.validation):
             for name in filter(None, of.prompts or ()):
@@ -78,7 +74,8 @@ class EmbeddingTask(Task):
 
     def hashed_values(self) -> list[Any]:
         sources = [source.model_dump(mode="json") for source in (*self.spec.train, *self.spec.validation)]
-        return [sources, dict(self.files.prompts), self.files.default_prompt_name, self.spec.max_eval_samples]
+        # pooling does not decide on the tokens, but on what is kept of a teacher, and made of a cut, by the same key
+        return [sources, asdict(replace(self.files, similarity="")), self.spec.max_eval_samples]
 
     def limit(self, split: str) -> int | None:
         searched = split != "train" and source_of(self.spec, split).is_search
@@ -94,15 +91,11 @@ class EmbeddingTask(Task):
         columns = joined({name: encoded[name] for name in Task.token_columns}, (len(row.value.texts) for row in rows))
         return columns | {"labels": np.array([row.value.score for row in rows], np.float32)}
 
-    def build_model(self, folder: str | Path) -> nn.Module:
-        model = pretrained.load_with_head(folder, HEADLESS)
-        pretrained.check_fits(model, self.tokenizer, self.spec.max_seq_length or 1)
-        return model
-
     def check_trained(self, folder: str | Path) -> None:
         if not (has_sentence_files(folder) or HEADLESS.trained_in(pretrained.load_config(folder, HEADLESS))):
             raise UserError(
-                f"{folder} is no embedding model: it has no modules.json, and a head for another task. Train it first"
+                f"{folder} is no embedding model: it has no modules.json, and its head is for another task: train it "
+                "as one first"
             )
 
     def logits(self, out: Any, batch: Batch) -> tuple[Tensor, ...]:
@@ -116,11 +109,18 @@ class EmbeddingTask(Task):
         return (F.normalize(vectors) if self.files.normalize else vectors,)
 
     def reads_otherwise(self, folder: str | Path) -> str:
-        def manner(files: SentenceFiles) -> tuple[Any, ...]:
-            prompts = {**files.prompts, **self.spec.prompts}.items()
-            return self.spec.pooling or files.pooling, {pair for pair in prompts if pair[1]}, files.default_prompt_name
+        manners = []
+        for files in (_files(self.reader_spec(folder), folder), self.files):
+            prompts = {pair for pair in files.prompts.items() if pair[1]}
+            manners.append((files.pooling, files.normalize, prompts, files.default_prompt_name))
+        return "" if manners[0] == manners[1] else "another pooling or other prompts"
 
-        return "another pooling or other prompts" if manner(read_sentence_files(folder)) != manner(self.files) else ""
+    def reader_spec(self, folder: str | Path) -> EmbeddingSpec:
+        """Return a spec of which the fields do not replace what the files of the folder say, if it has some."""
+        if not has_sentence_files(folder):
+            return self.spec
+        prompts = {**self.spec.prompts, **read_sentence_files(folder).prompts}
+        return self.spec.model_copy(update={"pooling": None, "normalize": None, "prompts": prompts})
 
     def output_of(self, reader: Task, predict: Predict, batch: Batch) -> Any:
         """Give every token of a text the vector that the other model has for it, which any pooling gives again."""
@@ -133,31 +133,30 @@ class EmbeddingTask(Task):
 
         return super().output_of(reader, pooled, batch)
 
-    def compared(self, out: Any, batch: Batch) -> Tensor:
-        return self.logits(out, batch)[0]
-
-    def rows_of(self, ids: ExampleIds) -> int:
-        return int(self.counts(self.examples("train"), ids)["label"])
-
     def loss(self, out: Any, batch: Batch) -> Tensor:
         """Return the loss over the examples of the whole step where the batch has them, else over its own."""
-        vectors, ids = self.compared(out, batch), batch.ids.numpy()
+        (vectors,), ids = self.logits(out, batch), batch.ids.numpy()
         if not self.compares_examples:
             return vectors.sum() * 0
         if batch.step is not None:
             vectors, ids = batch.step.with_own(vectors), batch.step.ids
         examples = self.examples("train")
         texts = examples.sequences
-        column = texts.column[texts.of_examples(ids)]  # the host has it: to ask the device for it would wait
-        parts = [
-            torch.from_numpy(np.flatnonzero(of)).to(vectors.device) for of in (column == 0, column == 1, column > 1)
-        ]
-        labels = torch.from_numpy(np.asarray(examples.fields["labels"][ids])).to(vectors.device, non_blocking=True)
+        rows = texts.of_examples(ids)
+        column = texts.column[rows]  # the host has it: to ask the device for it would wait
+        places = [np.flatnonzero(of) for of in (column == 0, column == 1, column > 1)]
+        candidates = rows[np.concatenate(places[1:])]
+        contents = np.array([hash(texts.rows.row(row)["input_ids"].tobytes()) for row in candidates])
+        twins = contents[: len(places[1]), None] == contents  # of a positive, which are no negatives of its anchor
+        np.fill_diagonal(twins, False)
+        device = vectors.device
+        parts, same = [torch.from_numpy(each).to(device) for each in places], torch.from_numpy(twins).to(device)
+        labels = torch.from_numpy(np.asarray(examples.fields["labels"][ids])).to(device, non_blocking=True)
         losses = []
         for width in sorted({*self.spec.matryoshka_dims, vectors.shape[1]}):
             anchors, positives, negatives = (F.normalize(vectors[part, :width]) for part in parts)
             if self.spec.loss == "contrastive":
-                losses.append(contrastive_loss(anchors, torch.cat([positives, negatives]), self.spec.scale))
+                losses.append(contrastive_loss(anchors, torch.cat([positives, negatives]), self.spec.scale, same))
             else:
                 losses.append(cosent_loss((anchors * positives).sum(1), labels, self.spec.scale))
         return torch.stack(losses).mean()
@@ -185,35 +184,38 @@ class EmbeddingTask(Task):
         ours, theirs = self.stacked(split, answers), self.stacked(split, others)
         return float((_unit(ours) * _unit(theirs)).sum(-1).mean()) if ours.shape == theirs.shape else 0.0
 
-    def stacked(self, split: str, answers: Mapping[int, Any]) -> Array:
-        vectors = np.stack([answers[id] for id in range(len(answers))])
-        super().stacked(split, dict(enumerate(vectors.reshape(len(vectors), -1))))  # UserError where not finite
-        return vectors
-
     def save(self, folder: Path) -> None:
         self.files.write(folder, pretrained.load_config(folder, HEADLESS).get_text_config().hidden_size)
 
     def _scores(self, split: str, vectors: Array) -> dict[str, float]:
-        if not source_of(self.spec, split).is_search:
-            first, second = _unit(vectors[:, 0]), _unit(vectors[:, 1])
-            return regression_scores((first * second).sum(-1), self.examples(split).fields["labels"])
-        vectors = vectors[:, 0]
-        return search_scores(
-            vectors if self.files.similarity == "dot" else _unit(vectors), [row.value for row in self.read(split)[1]]
-        )
+        vectors = vectors if self.files.similarity == "dot" else _unit(vectors)
+        if source_of(self.spec, split).is_search:
+            return search_scores(vectors[:, 0], [row.value for row in self.read(split)[1]])
+        return regression_scores((vectors[:, 0] * vectors[:, 1]).sum(-1), self.examples(split).fields["labels"])
 
     def _prompt(self, name: str | None) -> str:
-        """Return what begins a text whose prompt has this name."""
+        """Return what begins a text whose prompt has this name; a document's has one of three names."""
         prompts = self.files.prompts
-        return prompts.get(name or "", prompts.get(self.files.default_prompt_name or "", ""))
+        names = ("document", "passage", "corpus") if name == DOCUMENT else (name,)
+        return next((prompts[each] for each in (*names, self.files.default_prompt_name) if each in prompts), "")
 
 
-def contrastive_loss(anchors: Tensor, candidates: Tensor, scale: float) -> Tensor:
+def _files(spec: EmbeddingSpec, source: str | Path) -> SentenceFiles:
+    """Return what the files of a folder or hub name say, with the fields of the spec in their place."""
+    files = read_sentence_files(source)
+    given = {name: getattr(spec, name) for name in ("pooling", "normalize", "max_seq_length")}
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(files, prompts={**files.prompts, **spec.prompts}, **given)
+
+
+def contrastive_loss(anchors: Tensor, candidates: Tensor, scale: float, left_out: Tensor) -> Tensor:
     """Return the cross entropy of each anchor's cosines with all candidates, mean over the anchors.
 
-    Both are (texts, width), of length 1. The first candidates are the positives of the anchors, in their order.
+    Both are (texts, width), of length 1. The first candidates are the positives of the anchors, in their order;
+    `left_out` (anchors, candidates) is true where a candidate is none for an anchor.
     """
-    return F.cross_entropy(scale * anchors @ candidates.T, torch.arange(len(anchors), device=anchors.device))
+    logits = (scale * anchors @ candidates.T).masked_fill(left_out, -torch.inf)
+    return F.cross_entropy(logits, torch.arange(len(anchors), device=anchors.device))
 
 
 def cosent_loss(cosines: Tensor, scores: Tensor, scale: float) -> Tensor:
@@ -234,7 +236,10 @@ def search_scores(vectors: Array, rows: Sequence[EmbeddingRow]) -> dict[str, flo
     def rankings() -> Iterator[tuple[list[float], list[float]]]:
         for start in range(0, len(queries), _QUERIES):
             similar = vectors[start : min(start + _QUERIES, len(queries))] @ vectors[len(queries) :].T
-            order = np.argsort(-similar, axis=1, kind="stable")[:, :_RESULTS].tolist()
+            for place, query in enumerate(queries[start : start + _QUERIES]):
+                if query.id in places:  # a query is no result of itself, as in BEIR
+                    similar[place, places[query.id]] = -np.inf
+            order = np.argsort(-similar, axis=1, kind="stable")[:, :CUTOFF].tolist()
             for query, results in zip(queries[start : start + _QUERIES], order, strict=True):
                 grades = {places[id]: grade for id, grade in (query.relevant or {}).items()}
                 yield [grades.get(place, 0.0) for place in results], [*grades.values()]

@@ -1,19 +1,18 @@
-"""What the rows of a rerank task hold: queries with documents, of tables and of searches.
+"""What the rows of a rerank task hold: queries with documents, of tables.
 
 In a split that is scored, each pair of a query and a document is a row of its own, so that a query may have any number
 of documents. The module loads neither torch nor numpy before rows are read, and does not tokenise.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from ds_trainer.files.messages import kind_of, quoted
-from ds_trainer.ranks.failures import UserError
 from ds_trainer.recipe.task_specs import RerankSpec, TextSource
 from ds_trainer.tasks import text_sources
 from ds_trainer.tasks.records import Record, Records
-from ds_trainer.tasks.text_sources import Made, all_rows, search_of, source_of, table_of
+from ds_trainer.tasks.text_sources import Made, all_rows, source_of, table_of, training_rows
 
 
 class RankRow(NamedTuple):
@@ -36,9 +35,7 @@ def records(spec: RerankSpec, split: str) -> Records[RankRow]:
         source = source_of(spec, split)
         part = _rows_of(spec, source)
         return Made(part.origin, "pair", [part], lambda: _pairs(all_rows([source], [part]), spec.max_eval_samples))
-    if not spec.train:
-        raise UserError("the rerank task has nothing to train on: name its sources in task.train")
-    parts = [_rows_of(spec, source) for source in spec.train]
+    parts = training_rows(spec, _rows_of)
     return Made("task.train", "list", parts, partial(all_rows, spec.train, parts))
 
 
@@ -48,9 +45,6 @@ def training_texts(spec: RerankSpec) -> list[str]:
 
 
 def _rows_of(spec: RerankSpec, source: TextSource) -> Records[RankRow]:
-    if source.is_search:
-        parts, read = search_of(spec, source)
-        return Made(source.label, "list", parts, lambda: _lists(*read(), spec.negatives))
     return table_of(spec, source, partial(_row, list(map(str, source.text_columns or []))))
 
 
@@ -82,20 +76,3 @@ def _texts(column: str, cell: Any) -> list[str]:
             kind = "an empty text" if isinstance(text, str) else kind_of(text)
             raise ValueError(f"{quoted(column)} has {kind}, and must be a text or a list of texts")
     return texts
-
-
-def _lists(
-    queries: Sequence[tuple[str, str, Mapping[str, float]]], documents: Mapping[str, str], negatives: int
-) -> Iterator[RankRow]:
-    """Yield each query of a search with its relevant documents, and with those that are nearest to them in the corpus.
-
-    In a corpus of articles that were cut into paragraphs, these are hard to tell from the relevant ones.
-    """
-    places, texts = {id: place for place, id in enumerate(documents)}, list(documents.values())
-    for _, text, grades in queries:
-        relevant = [places[id] for id in grades]
-        reach = negatives + len(relevant)
-        around = range(max(0, relevant[0] - reach), min(len(texts), relevant[0] + reach + 1))
-        others = sorted({*around} - {*relevant}, key=lambda place: (abs(place - relevant[0]), place))
-        chosen = [*relevant, *others[:negatives]]
-        yield RankRow(text, tuple(texts[place] for place in chosen), len(relevant))

@@ -46,11 +46,10 @@ class RerankTask(Task):
     family = "rerank"
     data: ClassVar[Any] = rerank_data
     token_columns: ClassVar[Mapping[str, Any]] = {**Task.token_columns, COLUMN: np.uint16}
-    hashed_fields = ("name", "negatives", "max_seq_length")
+    hashed_fields = ("name", "max_seq_length")
     regression, by_query = True, True
     logits_of = "position"
     logits_unit: Unit = "label"
-    across_tokenizers = True
 
     def __init__(self, spec: RerankSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         length = spec.max_seq_length or pretrained.default_length(tokenizer, pretrained.load_config(source, CLASSIFIER))

@@ -58,7 +58,6 @@ class TokenTask(Task):
     hashed_fields = ("name", "tokens_column", "tags_column", "label_all_tokens", "max_seq_length")
     hashed_if_set = ("word_column", "tag_column")
     data: ClassVar[Any] = token_data
-    across_tokenizers = True
 
     def __init__(self, spec: TokenSpec, tokenizer: Any, source: str | Path, cache_dir: Path) -> None:
         super().__init__(spec, tokenizer, source, cache_dir)

@@ -174,7 +174,7 @@ def has_own_tokens(task: Task, spec: DistillSpec, tokenizer: Any) -> bool:
         why, way_out = "teacher_max_seq_length is set, with which a teacher cuts texts elsewhere", "drop it"
     else:
         return False
-    if not task.across_tokenizers:
+    if task.over_vocabulary or task.logits_of == "token":
         raise UserError(f"{why}, and answers of {task.spec.name} are compared token by token: {way_out}")
     if spec.compared_layers:
         terms = "the terms cos and hidden compare states token by token: drop these terms"
@@ -185,7 +185,7 @@ def has_own_tokens(task: Task, spec: DistillSpec, tokenizer: Any) -> bool:
 def own_reader(task: Task, spec: DistillSpec) -> Task:
     """Return the task by which the teacher reads the texts; collective. Its classes have the student's order."""
     length = spec.teacher_max_seq_length or task.spec.max_seq_length
-    own = task.spec.model_copy(update={"max_seq_length": length})
+    own = task.reader_spec(spec.teacher).model_copy(update={"max_seq_length": length})
     reader = type(task)(own, load_tokenizer(spec.teacher), spec.teacher, task.cache_dir)
     with torch.device("meta"):
         positions = positions_of(reader.head.classes(reader.config)[0](reader.config))

@@ -40,8 +40,6 @@ class Exits(Technique):
         self.term_units = {"exits.heads": task.loss_unit}
         if task.multi_label:
             raise UserError("exits: a text with several labels has no point at which all are sure: drop exits")
-        if task.by_query:
-            raise UserError("exits: the documents of a query are compared, by scores of one layer: drop exits")
         self.layers: list[int] = []
         self.depth = 0
         self.heads = nn.ModuleDict()
