@@ -75,7 +75,8 @@ def calibration_of(task: Task, count: int, seed: int, batch: int = _BATCH) -> Ca
 
     def loss(model: nn.Module, index: int) -> Tensor:
         batch = batches[index].to(next(model.parameters()).device)
-        if task.vectors or task.by_query:  # squared slopes along random directions are those of the squared distance
+        if task.vectors or task.by_query:
+            # for random directions the squared gradient is, on average, that of the squared distance between answers
             torch.manual_seed(index)
             (vectors,) = task.logits(model(**batch.inputs), batch)
             return (torch.randn_like(vectors) * vectors).sum()

@@ -23,7 +23,10 @@ class WholeStep:
     parts: int
 
     def with_own(self, values: Tensor) -> Tensor:
-        """Return all values, of which those of this micro-batch have gradient; the engine's mean is the step's sum."""
+        """Put this micro-batch's values, with gradient, among the others'.
+
+        Gradients are multiplied by `parts`, since the engine divides by it.
+        """
         end = self.start + len(values)
         whole = torch.cat([self.values[: self.start], values, self.values[end:]])
         whole.register_hook(lambda slope: slope * self.parts)
