@@ -266,6 +266,11 @@ class SourcesSpec(TaskBase):
     def scored_splits(self) -> tuple[str, ...]:
         return tuple(source.label for source in self.validation)
 
+    @property
+    def rows_read(self) -> list[Any]:
+        """JSON values that decide on the rows that are read."""
+        return [[each.model_dump(mode="json") for each in (*self.train, *self.validation)], self.max_eval_samples]
+
     def source_mistakes(self) -> list[str]:
         given = [name for name in ("dataset", "train_file", "validation_file") if getattr(self, name)]
         return [f"{', '.join(given)}: the task {self.name} has its sources in train and validation"] if given else []

@@ -216,9 +216,13 @@ class Task(ABC):
         A row may become several examples, or none. By default it is its texts, cut at `max_seq_length`, and `labels`.
         """
         texts, labels = zip(*(row.value for row in rows), strict=True)
-        length, both = self.spec.max_seq_length, map(list, zip(*texts, strict=True))
+        return self.tokens(*zip(*texts, strict=True)) | {"labels": self.label_array(labels)}
+
+    def tokens(self, *texts: Sequence[str]) -> dict[str, Any]:
+        """Return the columns of tokens of some texts, or of the pairs of two lists, cut at `max_seq_length`."""
+        length, both = self.spec.max_seq_length, map(list, texts)
         encoded = self.tokenizer(*both, truncation=True, max_length=length, return_token_type_ids=True)
-        return {name: encoded[name] for name in self.token_columns} | {"labels": self.label_array(labels)}
+        return {name: encoded[name] for name in Task.token_columns}
 
     def label_array(self, labels: Sequence[Any]) -> Array:
         """Return the labels of some rows as an array."""

@@ -73,9 +73,8 @@ class EmbeddingTask(Task):
             raise UserError(f"matryoshka_dims has {widest}, and the vectors have {self.hidden_size} dimensions")
 
     def hashed_values(self) -> list[Any]:
-        sources = [source.model_dump(mode="json") for source in (*self.spec.train, *self.spec.validation)]
         # pooling does not decide on the tokens, but on what is kept of a teacher, and made of a cut, by the same key
-        return [sources, asdict(replace(self.files, similarity="")), self.spec.max_eval_samples]
+        return [*self.spec.rows_read, asdict(replace(self.files, similarity=""))]
 
     def limit(self, split: str) -> int | None:
         searched = split != "train" and source_of(self.spec, split).is_search
@@ -83,12 +82,10 @@ class EmbeddingTask(Task):
 
     def encode(self, rows: Sequence[Row[EmbeddingRow]]) -> dict[str, Any]:
         texts = [self._prompt(name) + text.strip() for row in rows for text, name in zip(*row.value[:2], strict=True)]
-        encoded = self.tokenizer(
-            texts, truncation=True, max_length=self.spec.max_seq_length, return_token_type_ids=True
-        )
+        encoded = self.tokens(texts)
         if not all(encoded["input_ids"]):
             raise UserError(f"the tokenizer makes no token of the text {texts[encoded['input_ids'].index([])]!r}")
-        columns = joined({name: encoded[name] for name in Task.token_columns}, (len(row.value.texts) for row in rows))
+        columns = joined(encoded, (len(row.value.texts) for row in rows))
         return columns | {"labels": np.array([row.value.score for row in rows], np.float32)}
 
     def check_trained(self, folder: str | Path) -> None:

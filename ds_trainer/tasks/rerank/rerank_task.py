@@ -57,22 +57,14 @@ class RerankTask(Task):
         self.loss_unit: Unit = "label" if spec.loss == "bce" else "example"
 
     def hashed_values(self) -> list[Any]:
-        sources = [source.model_dump(mode="json") for source in (*self.spec.train, *self.spec.validation)]
-        return [sources, self.spec.max_eval_samples]
+        return self.spec.rows_read
 
     def limit(self, split: str) -> int | None:
         return super().limit(split) if split == "train" else None  # where the pairs are read, queries are limited
 
     def encode(self, rows: Sequence[Row[RankRow]]) -> dict[str, Any]:
         pairs = [(row.value.query, document) for row in rows for document in row.value.documents]
-        encoded = self.tokenizer(
-            *map(list, zip(*pairs, strict=True)),
-            truncation=True,
-            max_length=self.spec.max_seq_length,
-            return_token_type_ids=True,
-        )
-        columns = {name: encoded[name] for name in Task.token_columns}
-        return joined(columns, (len(row.value.documents) for row in rows)) | {
+        return joined(self.tokens(*zip(*pairs, strict=True)), (len(row.value.documents) for row in rows)) | {
             "labels": np.array([row.value.positives for row in rows], np.int32),
             "query": np.array([row.value.number for row in rows], np.int32),
         }
