@@ -79,8 +79,8 @@ class Measured:
         """Of a phase with its cut and the teacher's answers; None for the dense model."""
         if model in (DENSE, RIVAL):
             return self.rival_minutes if model == RIVAL else None
-        of_phase = self.results["quarter" if model == "small" else model]  # `small` drops tokens without any training
-        return float((of_phase["train"]["train_seconds"] + of_phase["cut"]["seconds"]) / 60)
+        phases = [self.results[name] for name in (["quarter", "small"] if model == "small" else [model])]
+        return sum(float(each["train"]["train_seconds"] + each["cut"]["seconds"]) for each in phases) / 60
 
 
 def main() -> None:
