@@ -39,8 +39,9 @@ def outcomes(tmp_path_factory) -> dict[str, Done]:
     arguments["decoder_cuts"] = [str(folder / "decoder_cuts")]
     cuts = ["--output", str(folder / "cut_quality"), "--data_dir", str(folder)]
     arguments |= {"cut_quality": cuts}
-    write_embedding_files(folder)
-    for name in ("against_pruners", "recipes", "front_page"):
+    write_embedding_files(folder / "embedding")
+    arguments["front_page"] = ["--output", str(folder / "front_page"), "--data_dir", str(folder / "embedding")]
+    for name in ("against_pruners", "recipes"):
         arguments[name] = ["--output", str(folder / name), "--data_dir", str(folder)]
     return {
         name: run_script(f"benchmarks/{name}.py", "--quick", *arguments.get(name, []), timeout=420) for name in FIGURES

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.exit_folders import CLASSES, ENTROPY, exiting, run_early, spec_of
 from support.launching import exhaustive
@@ -78,6 +78,7 @@ some_heads = st.builds(
 
 @settings(max_examples=120 if exhaustive() else 40, deadline=None)
 @given(heads=some_heads, criterion=st.sampled_from(OF_CLASSES), tried=st.floats(0, 20))
+@example(heads=made_up(seed=509, inner=2, count=6, classes=3, coarse=True), criterion="confidence", tried=0.0)
 def test_a_curve_has_every_threshold_that_changes_an_exit(heads, criterion, tried):
     """Its points are those of the rows that leave one by one, ties included, also once written and read. They are all
     different, and any threshold decides as one of them. They go from nobody leaving to the earliest exits."""

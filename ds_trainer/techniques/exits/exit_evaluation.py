@@ -261,4 +261,6 @@ def _between(values: Tensor) -> Tensor:
     negative = bool((values < 0).any())  # these are negative confidences: at least -1 and below 0
     start = values.new_full((1,), -1.0 if negative else 0.0)
     end = values[-1:] * (0.0 if negative else 1.01) + (0.0 if negative else 1e-9)  # none where there is no value
-    return torch.cat([start, values[:-1] + values.diff() / 2, end])
+    middle = values[:-1] + values.diff() / 2
+    # nothing lies between two neighbouring floats: a sample leaves below a threshold, so that the upper one parts them
+    return torch.cat([start, torch.where(middle > values[:-1], middle, values[1:]), end])
