@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from against_pruners import call, environment
-from cut_quality import RECIPES, run, shorten, start
+from cut_quality import RECIPES, finished, shorten, start
 from figures import ROOT, SHARED, Figure, is_quick, milliseconds, report, run_flags
 from markers import write_between
 
@@ -107,7 +107,15 @@ def measure(output: Path, seed: int, data_dir: str) -> Measured:
     if is_quick():
         shorten(content)
     folder = output / str(seed)
-    results = run(content, folder)
+    results = finished(folder)
+    if results is None:
+        recipe = output / f"{seed}.json"
+        recipe.parent.mkdir(parents=True, exist_ok=True)
+        write_json(recipe, content)
+        words = ["--deepspeed_config", "ds_configs/zero0.json", "--recipe", recipe, "--output_dir", folder, "--resume"]
+        command = [sys.executable, "launch/train.py", *map(str, words), "--set", "bf16.enabled=true"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+        results = read_json(folder / "all_results.json", "the results")
     dense = content["model"].get("name_or_path", folder / "starting_models" / "initial_model")
     models = {DENSE: dense} | {name: folder / name / "model" for name in MODELS if name not in (DENSE, "small")}
     models["small"] = folder / "model"
