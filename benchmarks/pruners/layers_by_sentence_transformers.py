@@ -32,7 +32,8 @@ def main(request_file: str) -> None:
     student[0].auto_model.config.num_hidden_layers = len(request["layers"])
     started, texts, size = time.perf_counter(), request["texts"], request["train_batch_size"]
     vectors = dense.encode(texts, convert_to_tensor=True, batch_size=32)
-    order = torch.randperm(len(texts))[: request["max_steps"] * size].tolist()
+    epochs = -(-request["max_steps"] * size // len(texts))
+    order = torch.cat([torch.randperm(len(texts)) for _ in range(epochs)]).tolist()
     optimizer = torch.optim.AdamW(student.parameters(), lr=request["learning_rate"], weight_decay=0.0)
     warmup, steps = round(request["warmup_steps"] * request["max_steps"]), request["max_steps"]
     scheduler = torch.optim.lr_scheduler.LambdaLR(
