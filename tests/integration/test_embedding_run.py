@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.launching import Done, log_of, read, run_script, run_without_library, train
+from support.smaller_runs import PHASES, model_of, smaller_phases
 
 from ds_trainer.models.layers import sizes_of
 from ds_trainer.recipe.task_specs import EmbeddingSpec
@@ -34,22 +35,7 @@ def recipe(tiny_recipe, csv_folder, tmp_path_factory) -> Path:
     numbers = {"train_batch_size": 16, "learning_rate": 4e-3, "logging_steps": 1}
     distill = {"teacher": "@pairs", "cache_teacher": True}
     taught = {"loss": {"task": 0.0, "distill.mse": 1.0}, "techniques": {"distill": distill}, "task": alone}
-    cut = {"keep": 0.5, "calibration_examples": 32, "reconstruct": {"tokens": 512, "steps": 4}}
-    prune = {"final_threshold": 0.5, "granularity": "hybrid", "initial_warmup": 0, "final_warmup": 0.3}
-    student = {"layers": [1]}
-    phases = [
-        numbers | {"name": "pairs", "max_steps": 6, "gradient_accumulation_steps": 2},
-        numbers | {"name": "pruned", "max_steps": 4, "techniques": {"prune": prune}, "shrink": True},
-        numbers | {"name": "half", "start_from": "@pairs", "max_steps": 2, "cut": cut} | taught,
-        numbers | {"name": "student", "start_from": "@pairs", "max_steps": 2, "student": student} | taught,
-        {
-            "name": "small",
-            "start_from": "@half",
-            "task": alone,
-            "num_train_epochs": 0,
-            "cut": {"vocabulary": {"keep": 60}},
-        },
-    ]
+    phases = smaller_phases(numbers | {"max_steps": 6}, numbers | taught, {"task": alone})
     settings = tiny_recipe | {"task": pairs, "phases": phases, "report": True}
     (folder / "recipe.json").write_text(json.dumps(settings))
     return folder / "recipe.json"
@@ -62,7 +48,6 @@ def done(recipe) -> Done:
 
 _ENCODE = """
 import json, sys
-from itertools import pairwise
 from pathlib import Path
 from sentence_transformers import SentenceTransformer
 folder, texts, out = sys.argv[1:]
@@ -70,10 +55,6 @@ model = SentenceTransformer(folder, trust_remote_code=True)
 assert model.max_seq_length == 24
 Path(out).write_text(json.dumps(model.encode(json.loads(Path(texts).read_text())).tolist()))
 """
-
-
-def model_of(recipe: Path, phase: str) -> Path:
-    return recipe.parent / "out" / ("" if phase == "small" else phase) / "model"
 
 
 def task_for(recipe: Path, folder: Path):
@@ -84,14 +65,14 @@ def task_for(recipe: Path, folder: Path):
 def test_every_phase_is_scored_and_learns(done, recipe) -> None:
     """Each has Spearman and Pearson; the contrastive loss falls; a teacher's scores and its agreement are beside."""
     results = read(recipe.parent / "out/all_results.json")
-    assert set(results) == {"pairs", "pruned", "half", "student", "small"}
+    assert set(results) == {*PHASES}
     assert all({"spearman", "pearson"} <= set(each["eval"]) for each in results.values())
     assert 0 < results["half"]["eval"]["teacher/agreement"] <= 1
     losses = [record["train/loss"] for record in log_of(recipe.parent / "out", "pairs")]
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("phase", ["pairs", "pruned", "half", "student", "small"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_sentence_transformers_gives_the_same_vectors(done, recipe, phase) -> None:
     """In a process without this library, of models that were trained, pruned, cut, made of layers, and lost tokens."""
     pytest.importorskip("sentence_transformers")

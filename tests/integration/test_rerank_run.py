@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.launching import Done, log_of, read, run_script, run_without_library, train
+from support.smaller_runs import PHASES, model_of, smaller_phases
 
 from ds_trainer.models.layers import sizes_of
 from ds_trainer.recipe.task_specs import RerankSpec
 from ds_trainer.tasks.evaluation import answers_of, forward_of
 from ds_trainer.tasks.registry import build_task
 
-PHASES = ("pairs", "pruned", "half", "student", "small")
 COLUMNS = {"text_columns": ["query", "good", "bad"]}
 
 
@@ -33,15 +33,7 @@ def recipe(tiny_recipe, csv_folder, tmp_path_factory) -> Path:
     numbers = {"train_batch_size": 8, "learning_rate": 4e-3, "logging_steps": 1}
     distill = {"teacher": "@pairs", "cache_teacher": True}
     taught = {"loss": {"task": 0.0, "distill.logits": 1.0, "distill.mse": 0.1}, "techniques": {"distill": distill}}
-    cut = {"keep": 0.5, "calibration_examples": 32, "reconstruct": {"tokens": 512, "steps": 4}}
-    prune = {"final_threshold": 0.5, "granularity": "hybrid", "initial_warmup": 0, "final_warmup": 0.3}
-    phases = [
-        numbers | {"name": "pairs", "max_steps": 8, "gradient_accumulation_steps": 2},
-        numbers | {"name": "pruned", "max_steps": 4, "techniques": {"prune": prune}, "shrink": True},
-        numbers | {"name": "half", "start_from": "@pairs", "max_steps": 2, "cut": cut} | taught,
-        numbers | {"name": "student", "start_from": "@pairs", "max_steps": 2, "student": {"layers": [1]}} | taught,
-        {"name": "small", "start_from": "@half", "num_train_epochs": 0, "cut": {"vocabulary": {"keep": 60}}},
-    ]
+    phases = smaller_phases(numbers | {"max_steps": 8}, numbers | taught, {})
     (folder / "recipe.json").write_text(json.dumps(tiny_recipe | {"task": task, "phases": phases, "report": True}))
     return folder / "recipe.json"
 
@@ -61,10 +53,6 @@ model, pairs = CrossEncoder(folder, trust_remote_code=True), json.loads(Path(pai
 scores = [model.predict(pairs).tolist(), model.predict(pairs, activation_fn=nn.Identity()).tolist()]
 Path(out).write_text(json.dumps(scores))
 """
-
-
-def model_of(recipe: Path, phase: str) -> Path:
-    return recipe.parent / "out" / ("" if phase == "small" else phase) / "model"
 
 
 def task_for(recipe: Path, folder: Path):
