@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = ["ranks", "files", "recipe", "models", "tasks", "techniques", "cuts", "engine", "report", "deploy", "run"]
 ORDER += ["tune", "cli"]
 """The packages from the bottom to the top. A package imports only those before it, and itself."""
-MOST_LINES = 15_645
+MOST_LINES = 15_646
 """The lines of code that `ds_trainer/` may have in all. An issue raises it only by what it adds."""
 
 

@@ -21,7 +21,7 @@ from ds_trainer.deploy.card import write_export_card
 from ds_trainer.deploy.export import check_same, cut_as_trained, tolerance_in
 from ds_trainer.deploy.measuring import bytes_on_disk, sample_inputs
 from ds_trainer.files.reading import read_object
-from ds_trainer.files.writing import existing_above, write_json
+from ds_trainer.files.writing import existing_above, move_files, write_json
 from ds_trainer.models import pretrained
 from ds_trainer.models.compact import unpack_compact, write_compact_folder
 from ds_trainer.models.folders import COMPACT_FILE, as_user_error, save_folder
@@ -82,10 +82,7 @@ def _put_in_place(made: Path, job: ExportJob) -> None:
     old = [path for path in job.output.iterdir() if path.is_file() and among(path, replaced)]
     for path in sorted(old, key=lambda path: not among(path, WEIGHTS)):
         path.unlink()
-    for path in sorted(filter(Path.is_file, made.rglob("*")), key=lambda path: among(path, WEIGHTS)):
-        target = job.output / path.relative_to(made)
-        target.parent.mkdir(exist_ok=True)
-        path.replace(target)
+    move_files(made, job.output, key=lambda path: among(path, WEIGHTS))
 
 
 def _written(job: ExportJob, made: Path, aside: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,14 @@ def folder_aside(path: Path) -> Iterator[Path]:
         aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def move_files(source: Path, folder: Path, key: Callable[[Path], Any] = str) -> None:
+    """Move the files of a folder, and of the folders in it, into another one, in the order of `key`."""
+    for path in sorted(filter(Path.is_file, source.rglob("*")), key=key):
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        path.replace(target)
 
 
 def is_aside(path: Path) -> bool:

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from ds_trainer.files.messages import listed, quoted
 from ds_trainer.files.reading import read_value
+from ds_trainer.files.writing import move_files
 from ds_trainer.ranks.failures import UserError, first_line
 from ds_trainer.recipe.jobs import Trust
 from ds_trainer.recipe.saved_checkpoint import CHECKPOINT
@@ -64,10 +65,7 @@ def save_folder(model: Any, tokenizer: Any, folder: Path, finish: Callable[[Path
         tokenizer.save_pretrained(aside)
         finish(aside)
         folder.mkdir(exist_ok=True)
-        for path in filter(Path.is_file, aside.rglob("*")):
-            target = folder / path.relative_to(aside)
-            target.parent.mkdir(exist_ok=True)
-            path.replace(target)
+        move_files(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -8,7 +8,7 @@ pickle is read; `recipe/jobs.py` describes how a user permits them.
 import inspect
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,16 +177,16 @@ def load_with_head(source: str | Path, kind: HeadKind) -> Any:
     return model
 
 
-def load_trained(source: str | Path, kinds: Sequence[HeadKind] = TRAINED) -> Any:
+def load_trained(source: str | Path) -> Any:
     """Load the model of a folder or hub name with the head that it was trained with, in fp32, on the CPU."""
     if not is_hub_name(str(source)) and has_sentence_files(source):
         return load_with_head(source, HEADLESS)  # whichever head its config names
     config = _load_any_config(source)
-    for kind in kinds:
+    for kind in TRAINED:
         _learn_own_class(source, config, kind)
         if type(config) in kind.mapping and kind.trained_in(config):
             return load_with_head(source, kind)
-    raise UserError(f"{source} holds no trained {', '.join(kind.name for kind in kinds[:-1])} or {kinds[-1].name}")
+    raise UserError(f"{source} holds no trained {', '.join(kind.name for kind in TRAINED[:-1])} or {TRAINED[-1].name}")
 
 
 def unfilled_weights(info: dict[str, Any]) -> list[str]:

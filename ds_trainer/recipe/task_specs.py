@@ -22,6 +22,10 @@ Length = Annotated[int, Field(strict=True, ge=4)]
 """Tokens, special ones included."""
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Metric = Literal["accuracy", "f1", "macro_f1", "micro_f1", "matthews", "pearson", "spearman"]
+Header = Annotated[bool, Field(description="false: .csv and .tsv files name no columns, which are numbers from 0")]
+Quoting = Annotated[
+    bool | None, Field(description="cells are in quotes; by default in .csv; a .tsv with quotes needs it")
+]
 ClassName = Annotated[str, Field(coerce_numbers_to_str=True, min_length=1)]
 
 
@@ -88,10 +92,8 @@ class TextSpec(LabelledSpec):
     name: str = Field("docstrings", description='a name of GLUE, such as "sst2"; "docstrings"; or "text"')
     text_columns: list[Column] | None = Field(None, min_length=1, max_length=2, description="a text, or a pair of them")
     label_column: Column | None = Field(None, description="a class, or with regression a number")
-    header: bool = Field(True, description="false: .csv and .tsv files name no columns, which are numbers from 0")
-    quoting: bool | None = Field(
-        None, description="cells are in quotes; by default in .csv; a .tsv with quotes needs it"
-    )
+    header: Header = True
+    quoting: Quoting = None
     missing: list[str] = Field(["nan", "NaN", "NA"], description="cells that mean no value, as empty ones do")
     regression: bool = Field(False, description="labels are numbers, and the loss is their mean squared error")
     multi_label: bool = Field(False, description="an example has any number of labels: cells are lists of them")
@@ -207,10 +209,8 @@ class TextSource(Strict):
     name: str | None = Field(None, description="begins the names of its scores; by default that of the file")
     text_columns: list[Column] | None = Field(None, min_length=1, description="of a table, one for each text")
     score_column: Column | None = Field(None, description="of a table: how alike the two texts are")
-    header: bool = Field(True, description="false: .csv and .tsv files name no columns, which are numbers from 0")
-    quoting: bool | None = Field(
-        None, description="cells are in quotes; by default in .csv; a .tsv with quotes needs it"
-    )
+    header: Header = True
+    quoting: Quoting = None
     prompts: list[str | None] | None = Field(
         None, description="for each text the name of a prompt of the model; of a search query and document by default"
     )

@@ -142,18 +142,20 @@ class EmbeddingTask(Task):
         rows = texts.of_examples(ids)
         column = texts.column[rows]  # the host has it: to ask the device for it would wait
         places = [np.flatnonzero(of) for of in (column == 0, column == 1, column > 1)]
-        candidates = rows[np.concatenate(places[1:])]
-        contents = np.array([hash(texts.rows.row(row)["input_ids"].tobytes()) for row in candidates])
-        twins = contents[: len(places[1]), None] == contents  # of a positive, which are no negatives of its anchor
-        np.fill_diagonal(twins, False)
         device = vectors.device
-        parts, same = [torch.from_numpy(each).to(device) for each in places], torch.from_numpy(twins).to(device)
+        parts = [torch.from_numpy(each).to(device) for each in places]
+        if self.spec.loss == "contrastive":
+            contents = [hash(texts.rows.row(row)["input_ids"].tobytes()) for row in rows[np.concatenate(places[1:])]]
+            # the twins of a positive are no negatives of its anchor
+            twins = np.equal.outer(contents[: len(places[1])], contents)
+            np.fill_diagonal(twins, False)
+            left_out = torch.from_numpy(twins).to(device)
         labels = torch.from_numpy(np.asarray(examples.fields["labels"][ids])).to(device, non_blocking=True)
         losses = []
         for width in sorted({*self.spec.matryoshka_dims, vectors.shape[1]}):
             anchors, positives, negatives = (F.normalize(vectors[part, :width]) for part in parts)
             if self.spec.loss == "contrastive":
-                losses.append(contrastive_loss(anchors, torch.cat([positives, negatives]), self.spec.scale, same))
+                losses.append(contrastive_loss(anchors, torch.cat([positives, negatives]), self.spec.scale, left_out))
             else:
                 losses.append(cosent_loss((anchors * positives).sum(1), labels, self.spec.scale))
         return torch.stack(losses).mean()
